@@ -1,0 +1,53 @@
+# onceward. `make` alone prints what there is; every target does its own set-up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast check format clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+
+demo: $(VENV)/demo.stamp ## A shop, a broker that repeats itself, workers that get killed: then the audit
+	@$(BIN)/python -m onceward.demo
+
+test: $(VENV)/dev.stamp $(VENV)/postgres.stamp ## All tests, on SQLite and a throwaway PostgreSQL
+	@$(BIN)/python -m pytest
+
+test-fast: $(VENV)/dev.stamp $(VENV)/postgres.stamp ## The inner loop: stop at the first failure, leave out the slow ones
+	@$(BIN)/python -m pytest -x -q -m "not slow"
+
+check: $(VENV)/dev.stamp ## Lint, format, types, and that imports point down only
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/dev.stamp ## Let ruff format and fix what it can
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Set-up. The stamps make it happen once.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "onceward needs Python 3.11 or later: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "Could not make a virtual environment. On Debian: apt-get install python3-venv"; exit 1; }
+
+$(VENV)/demo.stamp: pyproject.toml | $(VENV)/bin/python
+	@echo "Setting up (once) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo]'
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
+	@echo "Setting up (once) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(VENV)/postgres.stamp: tests/services/postgres.py | $(VENV)/dev.stamp
+	@$(BIN)/python -m tests.services.postgres ensure
+	@touch $@

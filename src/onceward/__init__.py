@@ -1,0 +1,103 @@
+"""onceward: every message takes effect exactly once, in the database you already have.
+
+    async with Inbox.connect("sqlite:///shop.db", consumer="billing") as inbox:
+        outcome = await inbox.process(message, charge)
+
+If `process` returns, acknowledge; if it raises, do not.
+"""
+
+from onceward import keys, lanes, tenants
+from onceward.current import Current, current
+from onceward.errors import (
+    CommitNotApplied,
+    CommitUnknown,
+    HandlerEndedTransaction,
+    HandlerNotFound,
+    InboxClosed,
+    InvalidHandler,
+    InvalidMessage,
+    KeyInvalid,
+    KeyMissing,
+    MessageDead,
+    MissingDriver,
+    NestedProcess,
+    NotDead,
+    OncewardError,
+    PayloadInvalid,
+    PayloadMismatch,
+    PayloadTooLarge,
+    RecordNotFound,
+    Reject,
+    SchemaMissing,
+    SchemaOutdated,
+    SchemaTooNew,
+    SecondConnection,
+    StoreError,
+    StoreReadOnly,
+    StoreUnavailable,
+    TenantMissing,
+    TryLater,
+    UnknownScheme,
+    UsageError,
+)
+from onceward.handlers import Router
+from onceward.identity import Identity
+from onceward.inbox import Inbox
+from onceward.message import Message, Position, stream_of
+from onceward.outcome import Kind, Outcome, Verdict, verdict_of
+from onceward.record import Failure, Record, State
+from onceward.retry import RetryPolicy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommitNotApplied",
+    "CommitUnknown",
+    "Current",
+    "Failure",
+    "HandlerEndedTransaction",
+    "HandlerNotFound",
+    "Identity",
+    "Inbox",
+    "InboxClosed",
+    "InvalidHandler",
+    "InvalidMessage",
+    "KeyInvalid",
+    "KeyMissing",
+    "Kind",
+    "Message",
+    "MessageDead",
+    "MissingDriver",
+    "NestedProcess",
+    "NotDead",
+    "OncewardError",
+    "Outcome",
+    "PayloadInvalid",
+    "PayloadMismatch",
+    "PayloadTooLarge",
+    "Position",
+    "Record",
+    "RecordNotFound",
+    "Reject",
+    "RetryPolicy",
+    "Router",
+    "SchemaMissing",
+    "SchemaOutdated",
+    "SchemaTooNew",
+    "SecondConnection",
+    "State",
+    "StoreError",
+    "StoreReadOnly",
+    "StoreUnavailable",
+    "TenantMissing",
+    "TryLater",
+    "UnknownScheme",
+    "UsageError",
+    "Verdict",
+    "current",
+    "keys",
+    "lanes",
+    "stream_of",
+    "tenants",
+    "verdict_of",
+]

@@ -1,0 +1,7 @@
+"""`python -m onceward`."""
+
+import sys
+
+from onceward.cli import main
+
+sys.exit(main())

@@ -1,0 +1,289 @@
+"""One message through its unit: claim, judge what is found, run the handler, commit or keep the failure.
+
+Read `attempt` first. It returns an Outcome; a handler's own error is the outcome FAILED or DEAD, and `process` raises
+it. What is raised here is not the handler's: TryLater, PayloadMismatch, errors of the store, and a cancellation.
+`InFlight` and `Conflict` mean: not now, the caller may try again.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+from onceward import codec
+from onceward.current import Current, enter, leave
+from onceward.errors import (
+    HandlerEndedTransaction,
+    MessageDead,
+    PayloadMismatch,
+    RecordNotFound,
+    Reject,
+    StoreError,
+    StoreUnavailable,
+    TryLater,
+)
+from onceward.handlers import Handler, Undecodable
+from onceward.identity import Identity
+from onceward.message import Message
+from onceward.outcome import Kind, Outcome
+from onceward.record import Change, Decision, Failure, Record, State, decide, from_states
+from onceward.retry import RetryPolicy
+from onceward.shield import finish
+from onceward.store import Conflict, Found, InFlight, Unit
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """One delivery, with everything that is known about how to work on it."""
+
+    message: Message[Any]
+    identity: Identity
+    handler: Handler
+    payload_hash: bytes
+    retry: RetryPolicy | None = None
+    origin: str | None = None
+    redelivered: bool = False
+    host: str = ""
+    raise_on_mismatch: bool = False
+    record_duration: bool = False
+    seen_before: Callable[[Any, Message[Any]], Awaitable[bool]] | None = None
+    replayed: bool = False
+    """A person asked for it: a dead record may run again."""
+    marked: int = 0
+    """1 once a start mark of ours is committed."""
+
+    def draft(self) -> Record:
+        """The record of a run that succeeds. It is what `claim` inserts."""
+        message = self.message
+        return Record(
+            identity=self.identity,
+            message_id=message.id,
+            type=message.type,
+            source=message.source,
+            topic=message.topic,
+            origin=self.origin,
+            state=State.PROCESSED,
+            started=self.marked,
+            payload_hash=self.payload_hash,
+            handler=self.handler.name,
+            host=self.host,
+            occurred_at=message.occurred_at,
+            stream=message.stream,
+            position=message.position,
+        )
+
+    def whole(self, duration_ms: float | None = None) -> Record:
+        """The record with all of the message, so that it can be run again without its broker."""
+        message = self.message
+        return msgspec.structs.replace(
+            self.draft(),
+            payload=message.payload,
+            body=message.body,
+            headers=dict(message.headers),
+            depends_on=message.depends_on,
+            duration_ms=duration_ms,
+        )
+
+
+async def attempt(unit: Unit[Any], work: Work) -> Outcome[Any]:
+    """Take one delivery through one unit of work."""
+    if work.redelivered and work.retry is not None and not work.replayed:
+        settled = await _mark_start(unit, work)
+        if settled is not None:
+            return settled
+        work = msgspec.structs.replace(work, marked=1)
+    found = await unit.claim(work.draft())
+    if found is None:
+        if work.replayed:
+            raise RecordNotFound
+        await _check_dependencies(unit, work)
+        return await _run(unit, work, None)
+    settled = await _judge(unit, work, found)
+    if settled is not None:
+        return settled
+    if not await unit.take(found.record, work.draft()):
+        raise InFlight
+    await _check_dependencies(unit, work)
+    return await _run(unit, work, found.record)
+
+
+async def _check_dependencies(unit: Unit[Any], work: Work) -> None:
+    """Inline, a message that comes before what it depends on has to come again."""
+    if not work.message.depends_on or work.replayed:
+        return
+    missing = await unit.unmet(work.whole())
+    if missing is None:
+        return
+    await unit.rollback()
+    if work.marked:
+        await unit.unmark(work.draft())
+    text = f"it depends on position {missing.position} of {missing.stream!r}, which is not processed yet"
+    raise TryLater(reason="blocked", text=text)
+
+
+async def _mark_start(unit: Unit[Any], work: Work) -> Outcome[Any] | None:
+    """A delivery that comes again may be one that killed its process: commit that we start, before we do."""
+    found = await unit.find(work.identity)
+    if found is not None:
+        settled = await _judge(unit, work, found)
+        if settled is not None:
+            return settled
+    if not await unit.mark(found.record if found else None, work.whole()):
+        raise InFlight
+    return None
+
+
+async def _judge(unit: Unit[Any], work: Work, found: Found) -> Outcome[Any] | None:
+    """What an existing record means for this delivery. None: run it."""
+    if work.replayed and found.record.state is State.DEAD:
+        return None
+    # Our own start mark is not a crash.
+    record = msgspec.structs.replace(found.record, started=found.record.started - work.marked)
+    mismatch = is_mismatch(work, record.payload_hash)
+    if mismatch and work.raise_on_mismatch:
+        raise PayloadMismatch(
+            f"{record.scope} {record.key} was used before with another payload. Use a new key for new work."
+        )
+    match decide(record, work.retry, found.now):
+        case Decision.RUN:
+            return None
+        case Decision.DUPLICATE:
+            result = work.handler.restored(record.result)
+            return Outcome(Kind.DUPLICATE, result=result, mismatch=mismatch, record=record)
+        case Decision.ACCEPTED:
+            return Outcome(Kind.ACCEPTED, mismatch=mismatch, record=record)
+        case Decision.LATER:
+            raise TryLater(
+                (record.next_try_at - found.now).total_seconds() if record.next_try_at else None,
+                f"{record.attempts} attempts failed, the next is due at {record.next_try_at}",
+                reason="backoff",
+                retry_at=record.next_try_at,
+            )
+        case Decision.EXHAUSTED:
+            return await _exhausted(unit, work, record)
+        case Decision.DEAD:
+            return dead_outcome(record, mismatch=mismatch)
+
+
+def is_mismatch(work: Work, payload_hash: bytes | None) -> bool:
+    return payload_hash is not None and payload_hash != work.payload_hash
+
+
+def dead_outcome(record: Record, *, mismatch: bool = False) -> Outcome[Any]:
+    error = MessageDead(
+        f"{record.state} after {record.attempts} attempts and {record.started} crashes: {record.last_error}",
+        attempts=record.attempts,
+    )
+    return Outcome(Kind.DEAD, error=error, record=record, mismatch=mismatch)
+
+
+async def _exhausted(unit: Unit[Any], work: Work, record: Record) -> Outcome[Any]:
+    """No tries are left, most often because the last ones killed the process."""
+    await unit.rollback()
+    crashed = f"the process died {record.started} times while handling it; " if record.started else ""
+    failure = Failure("Exhausted", f"{crashed}no attempts are left")
+    buried = await unit.bury(work.whole(), failure, over=from_states(Change.FAIL))
+    if buried is None:
+        raise InFlight  # it has changed meanwhile
+    return dead_outcome(buried)
+
+
+async def _run(unit: Unit[Any], work: Work, before: Record | None) -> Outcome[Any]:
+    """The claim is ours: run the handler in its transaction, and commit."""
+    began = perf_counter()
+    number = (before.attempts if before else 0) + 1
+    token = enter(Current(work.identity, work.handler.name, number, work.redelivered, work.origin))
+    try:
+        if before is None and work.seen_before is not None and await work.seen_before(unit.tx, work.message):
+            kind, result = Kind.DUPLICATE, None
+        else:
+            result = await work.handler.run(work.handler.decoded(work.message), unit.tx)
+            kind = Kind.PROCESSED
+        closing = _closing(work, before, result, (perf_counter() - began) * 1000)
+    except BaseException as error:  # noqa: BLE001 - also cancellation: everything must be undone
+        return await _failed(unit, work, before, error, (perf_counter() - began) * 1000)
+    finally:
+        leave(token)
+    try:
+        if closing is not None:
+            await unit.complete(closing)
+        await unit.commit()
+    except HandlerEndedTransaction as error:
+        await _bury_ended(unit, work, error)
+        raise
+    except StoreError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the database refused the commit: a deferred constraint, a serialization failure
+        return await _failed(unit, work, before, error, (perf_counter() - began) * 1000)
+    return Outcome(kind, result=result, attempts=number, duration_ms=(perf_counter() - began) * 1000)
+
+
+def _closing(work: Work, before: Record | None, result: Any, duration_ms: float) -> Record | None:
+    """What is written after the handler. With nothing to say there is no second write."""
+    if result is None and before is None and not work.record_duration:
+        return None
+    encoded = None if result is None else msgspec.Raw(codec.encode(result, "result"))
+    return msgspec.structs.replace(work.draft(), result=encoded, duration_ms=duration_ms)
+
+
+async def _failed(
+    unit: Unit[Any], work: Work, before: Record | None, error: BaseException, duration_ms: float
+) -> Outcome[Any]:
+    """Undo, and keep the failure in a second transaction."""
+    ended = await unit.ended()
+    await unit.rollback()
+    if ended or isinstance(error, HandlerEndedTransaction):
+        await _bury_ended(unit, work, error)
+        if isinstance(error, Exception) and not isinstance(error, HandlerEndedTransaction):
+            raise HandlerEndedTransaction from error
+        raise error
+    if not isinstance(error, Exception):
+        if work.marked:
+            await finish(unit.unmark(work.draft()))  # interrupted, not crashed
+        raise error
+    if unit.lost:
+        raise StoreUnavailable(f"the connection was lost while the handler ran: {error}") from error
+    if unit.is_conflict(error):
+        raise Conflict from error
+    attempts = (before.attempts if before else 0) + 1
+    crashes = (before.started if before else 0) - work.marked
+    state, delay = _consequence(error, work, attempts, max(0, crashes))
+    kept = await unit.fail(work.whole(duration_ms), failure_of(error), state, delay, replayed=work.replayed)
+    retry_at = kept.next_try_at if kept else None
+    if isinstance(error, TryLater):
+        error.retry_at = retry_at
+    if state is State.FAILED:
+        error.add_note(f"onceward: attempt {attempts} of {work.message.type} {work.message.id!r} failed and is kept")
+    kind = Kind.DEAD if state is State.DEAD else Kind.FAILED
+    return Outcome(kind, error=error, retry_at=retry_at, record=kept, attempts=attempts, duration_ms=duration_ms)
+
+
+def _consequence(error: Exception, work: Work, attempts: int, crashes: int) -> tuple[State, float | None]:
+    """Dead, or tried again after a delay."""
+    if work.replayed or isinstance(error, (Reject, Undecodable)):
+        return State.DEAD, None
+    if work.retry is not None and work.retry.exhausted(attempts + crashes):
+        return State.DEAD, None
+    if isinstance(error, TryLater) and error.delay is not None:
+        return State.FAILED, error.delay
+    return State.FAILED, None if work.retry is None else work.retry.delay(attempts)
+
+
+async def _bury_ended(unit: Unit[Any], work: Work, error: BaseException) -> None:
+    """Part of the effect may stand, and so may our claim: whatever the record says, it is dead now."""
+    await unit.rollback()
+    over = (*from_states(Change.FAIL), State.PROCESSED)
+    failure = failure_of(error if isinstance(error, HandlerEndedTransaction) else HandlerEndedTransaction())
+    await finish(unit.bury(work.whole(), failure, over=over))
+
+
+def failure_of(error: BaseException) -> Failure:
+    lines = traceback.format_exception(error, limit=-8)
+    return Failure(
+        type=type(error).__qualname__,
+        text=codec.printable(str(error)),
+        traceback="\n".join(codec.printable(line) for line in "".join(lines).splitlines())[-8000:],
+    )

@@ -1,0 +1,5 @@
+"""The command `onceward`."""
+
+from onceward.cli.main import main
+
+__all__ = ["main"]

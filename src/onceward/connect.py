@@ -1,0 +1,57 @@
+"""From a URL to a store. The only place that knows all stores; each is imported when it is asked for.
+
+The scheme says which driver, never what happens to be installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from onceward.errors import MissingDriver, UnknownScheme, UsageError
+from onceward.store import Store
+
+
+def store_from_url(url: str, *, schema: str | None = None) -> Store[Any]:
+    """`sqlite:///shop.db`, `sqlite:////var/lib/shop.db`, `sqlite://` (in memory), `postgresql://user@host/db`."""
+    if not isinstance(url, str) or "://" not in url:
+        raise UsageError(f"{url!r} is not a database URL, such as sqlite:///shop.db or postgresql://user@host/db")
+    scheme = url.split("://", 1)[0].lower()
+    opener = _SCHEMES.get(scheme)
+    if opener is None:
+        raise UnknownScheme(f"no store for {scheme}://; known are {', '.join(sorted(_SCHEMES))}", scheme=scheme)
+    return opener(url, schema)
+
+
+def _sqlite(url: str, schema: str | None) -> Store[Any]:
+    from onceward.sqlite import SqliteStore  # noqa: PLC0415
+
+    if schema is not None:
+        raise UsageError("SQLite has no schemas; leave schema= and --schema away")
+    parts = urlsplit(url)
+    if parts.netloc:
+        raise UsageError(
+            f"{url!r} names a host; a file is sqlite:///shop.db, with an absolute path sqlite:////var/shop.db"
+        )
+    path = unquote(parts.path)
+    return SqliteStore(path[1:] if len(path) > 1 else ":memory:")
+
+
+def _asyncpg(url: str, schema: str | None) -> Store[Any]:
+    try:
+        from onceward.asyncpg import AsyncpgStore  # noqa: PLC0415
+    except ImportError as error:
+        raise MissingDriver(
+            "postgresql:// needs asyncpg, which is not installed: pip install 'onceward[asyncpg]'",
+            extra="asyncpg",
+        ) from error
+    return AsyncpgStore(dsn=url.replace("postgresql+asyncpg://", "postgresql://", 1), schema=schema)
+
+
+_SCHEMES: dict[str, Callable[[str, str | None], Store[Any]]] = {
+    "sqlite": _sqlite,
+    "postgres": _asyncpg,
+    "postgresql": _asyncpg,
+    "postgresql+asyncpg": _asyncpg,
+}

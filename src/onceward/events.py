@@ -1,0 +1,147 @@
+"""Events: what happened, as frozen values. Logs, metrics and traces subscribe to them and to nothing else.
+
+| event | when |
+|---|---|
+| Processed | a handler ran and its transaction is committed |
+| Duplicate | a delivery was skipped; `mismatch` when its payload differs from the first one's |
+| Failed | a handler raised, the attempt is counted; `retry_at` where a policy says when |
+| Dead | a message became a dead letter |
+| Deferred | TryLater was raised: in flight, backoff, busy or blocked |
+| Unsettled | the store could not say: not there, commit unknown or not applied |
+| Ignored | no handler for the type, and the inbox ignores those |
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, TypeAlias
+
+import msgspec
+
+from onceward import codec
+from onceward.errors import PayloadMismatch, TryLater
+from onceward.identity import Identity
+from onceward.message import Message
+from onceward.outcome import Kind, Outcome
+
+
+class InboxEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What every event says."""
+
+    consumer: str
+    type: str
+    message_id: str
+    identity: Identity | None = None
+
+
+class Processed(InboxEvent, frozen=True, kw_only=True):
+    attempt: int
+    duration_ms: float
+
+
+class Duplicate(InboxEvent, frozen=True, kw_only=True):
+    mismatch: bool = False
+
+
+class Failed(InboxEvent, frozen=True, kw_only=True):
+    attempt: int
+    error: BaseException
+    retry_at: datetime | None = None
+
+
+class Dead(InboxEvent, frozen=True, kw_only=True):
+    attempt: int
+    error: BaseException
+
+
+class Deferred(InboxEvent, frozen=True, kw_only=True):
+    reason: str
+    retry_at: datetime | None = None
+
+
+class Unsettled(InboxEvent, frozen=True, kw_only=True):
+    error: BaseException
+
+
+class Ignored(InboxEvent, frozen=True, kw_only=True):
+    pass
+
+
+def of_outcome(consumer: str, message: Message[Any], identity: Identity, outcome: Outcome[Any]) -> InboxEvent:
+    """What an outcome says to those who watch."""
+    base: dict[str, Any] = {"consumer": consumer, "type": message.type, "message_id": message.id, "identity": identity}
+    match outcome.kind:
+        case Kind.PROCESSED:
+            return Processed(**base, attempt=outcome.attempts, duration_ms=outcome.duration_ms or 0.0)
+        case Kind.FAILED:
+            error = outcome.error or Exception("unknown")
+            return Failed(**base, attempt=outcome.attempts, error=error, retry_at=outcome.retry_at)
+        case Kind.DEAD:
+            return Dead(**base, attempt=outcome.attempts, error=outcome.error or Exception("unknown"))
+        case _:
+            return Duplicate(**base, mismatch=outcome.mismatch)
+
+
+def of_error(consumer: str, message: Message[Any], identity: Identity, error: Exception) -> InboxEvent:
+    """What an error that is not the handler's says to those who watch."""
+    base: dict[str, Any] = {"consumer": consumer, "type": message.type, "message_id": message.id, "identity": identity}
+    if isinstance(error, TryLater):
+        return Deferred(**base, reason=error.reason, retry_at=error.retry_at)
+    if isinstance(error, PayloadMismatch):
+        return Duplicate(**base, mismatch=True)
+    return Unsettled(**base, error=error)
+
+
+Listener: TypeAlias = Callable[[InboxEvent], None]
+
+_log = logging.getLogger("onceward")
+_LEVELS: dict[type[InboxEvent], int] = {
+    Failed: logging.WARNING,
+    Unsettled: logging.WARNING,
+    Dead: logging.ERROR,
+}
+
+
+def log(event: InboxEvent) -> None:
+    """One line an event, control characters escaped, never the payload. The default listener."""
+    mismatch = isinstance(event, Duplicate) and event.mismatch
+    level = logging.WARNING if mismatch else _LEVELS.get(type(event), logging.DEBUG)
+    if not _log.isEnabledFor(level):
+        return
+    details = [
+        f"{name}={codec.printable(_show(getattr(event, name)), 300)}"
+        for name in event.__struct_fields__
+        if name != "identity" and getattr(event, name) not in (None, False)
+    ]
+    _log.log(level, "%s %s", type(event).__name__.lower(), " ".join(details))
+
+
+def _show(value: object) -> str:
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}"
+    return f"{value:.6f}" if isinstance(value, float) else str(value)
+
+
+class Bus:
+    """Delivers events to listeners. A listener that raises is logged and harms nobody."""
+
+    def __init__(self, listeners: tuple[Listener, ...]) -> None:
+        self._listeners = listeners
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Add a listener; call what this returns to remove it."""
+        self._listeners = (*self._listeners, listener)
+
+        def unsubscribe() -> None:
+            self._listeners = tuple(one for one in self._listeners if one is not listener)
+
+        return unsubscribe
+
+    def emit(self, event: InboxEvent) -> None:
+        for listener in self._listeners:
+            try:
+                listener(event)
+            except Exception:  # noqa: BLE001 - whatever it is, the message is settled
+                _log.exception("an event listener failed")

@@ -1,0 +1,443 @@
+"""Inbox: the public face.
+
+An inbox is a store and a consumer name. `process` takes a delivery through the decision table of docs/guarantees.md:
+look in the cache, wait for a twin in this process, then `attempt` it in a unit of work, and again while another
+process has it. If it returns, acknowledge; if it raises, do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Generic, Literal, TypeVar, overload
+
+from onceward import codec, events, keys, lanes, tenants
+from onceward.attempt import Work, attempt, is_mismatch
+from onceward.errors import (
+    HandlerNotFound,
+    InboxClosed,
+    NotDead,
+    PayloadMismatch,
+    PayloadTooLarge,
+    RecordNotFound,
+    Reject,
+    TryLater,
+    UsageError,
+)
+from onceward.flights import Cache, Done, Flights, in_flight
+from onceward.handlers import F, Handler, Router, handler_of
+from onceward.idempotent import Idempotent
+from onceward.identity import Identity
+from onceward.keys import KeyLike
+from onceward.lanes import LaneLike
+from onceward.message import Message, check_text
+from onceward.outcome import Kind, Outcome
+from onceward.record import Record, State
+from onceward.retry import RetryPolicy
+from onceward.store import Conflict, InFlight, Store
+from onceward.tenants import TenantLike
+
+Tx = TypeVar("Tx")
+P = TypeVar("P")
+R = TypeVar("R")
+
+OnMismatch = Literal["report", "raise"]
+Unhandled = Literal["raise", "ignore", "dead"]
+
+MAX_PAYLOAD = 16 * 1024 * 1024
+CONFLICTS = 20
+"""How often a transaction that the database asks to run again is run again, before TryLater(store_busy)."""
+
+
+class Inbox(Generic[Tx]):
+    """The barrier in front of your handlers, bound to a store and a consumer name.
+
+    It can be made at import time and opened later: `async with inbox:` or `await inbox.open()`.
+    """
+
+    def __init__(
+        self,
+        store: Store[Tx],
+        *,
+        consumer: str,
+        handlers: Iterable[Router] = (),
+        key: KeyLike | None = None,
+        lane: LaneLike | None = None,
+        tenant: TenantLike | None = None,
+        retry: RetryPolicy | None = None,
+        wait: float = 5.0,
+        on_mismatch: OnMismatch = "report",
+        unhandled: Unhandled = "raise",
+        on_begin: Callable[[Tx, Message[Any]], Awaitable[Any]] | None = None,
+        seen_before: Callable[[Tx, Message[Any]], Awaitable[bool]] | None = None,
+        fingerprint: Callable[[Message[Any]], Any] | None = None,
+        record_duration: bool = False,
+        max_payload: int = MAX_PAYLOAD,
+        cache: int = 10_000,
+        listeners: Iterable[events.Listener] = (events.log,),
+    ) -> None:
+        check_text("consumer", consumer, "Name the service, the same for all of its instances.")
+        _one_of("on_mismatch", on_mismatch, ("report", "raise"))
+        _one_of("unhandled", unhandled, ("raise", "ignore", "dead"))
+        self.store = store
+        self.consumer = consumer
+        self._router = Router()
+        for router in handlers:
+            self._router.include(router)
+        self._key = keys.of(key)
+        self._lane = lanes.of(lane)
+        self._tenant = tenants.of(tenant)
+        self._retry = retry
+        self._wait = wait
+        self._on_mismatch = on_mismatch
+        self._unhandled = unhandled
+        self._on_begin = on_begin
+        self._seen_before = seen_before
+        self._fingerprint = fingerprint
+        self._record_duration = record_duration
+        self._max_payload = max_payload
+        self._bus = events.Bus(tuple(listeners))
+        self._flights = Flights()
+        self._cache = Cache(cache)
+        self._host = f"{socket.gethostname()}:{os.getpid()}"
+        self._open = False
+
+    # --- life -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def connect(cls, url: str, *, consumer: str, **options: Any) -> Inbox[Any]:
+        """An inbox on the store that the URL names: `sqlite:///shop.db`, `postgresql://...`."""
+        from onceward.connect import store_from_url  # noqa: PLC0415 - the only place that knows all stores
+
+        return Inbox(store_from_url(url), consumer=consumer, **options)
+
+    async def open(self) -> None:
+        if not self._open:
+            await self.store.open()
+            self._open = True
+
+    async def close(self) -> None:
+        if self._open:
+            self._open = False
+            await self.store.close()
+
+    async def setup(self) -> None:
+        """Make or upgrade the tables. On SQLite opening the inbox does it."""
+        await self.store.setup()
+
+    async def __aenter__(self) -> Inbox[Tx]:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
+    def subscribe(self, listener: events.Listener) -> Callable[[], None]:
+        """Hear what happens, see onceward.events. Call what this returns to stop."""
+        return self._bus.subscribe(listener)
+
+    # --- handlers -------------------------------------------------------------------------------------------
+
+    def handler(
+        self,
+        type: str,  # noqa: A002 - the word of the domain
+        *,
+        payload: Any = None,
+        key: KeyLike | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> Callable[[F], F]:
+        """Register a function for a message type with the inbox's own router."""
+        return self._router.handler(type, payload=payload, key=key, retry=retry)
+
+    def idempotent(
+        self,
+        *,
+        key: str | tuple[str, ...] | Callable[..., str],
+        name: str | None = None,
+        retry: RetryPolicy | None = None,
+        on_mismatch: OnMismatch = "raise",
+    ) -> Callable[[Callable[..., Awaitable[R]]], Callable[..., Awaitable[R]]]:
+        """Make an async function run once per key; it returns the result, the first run's for a repeated call.
+
+        `key` names an argument, several, or is a function of the arguments. A parameter called `tx` is given by
+        the inbox. Keys are unique within the function's qualified name; give `name=` so that renaming the function
+        does not run history again.
+        """
+        _one_of("on_mismatch", on_mismatch, ("report", "raise"))
+        settings = Idempotent(key=key, name=name)
+
+        def decorate(function: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]]:
+            async def run(message: Message[Any], handler: Handler) -> Any:
+                work = self._work(message, handler, retry=retry, raise_on_mismatch=on_mismatch == "raise")
+                outcome = _settled(await self._settle(work))
+                if outcome.kind is Kind.DEAD and outcome.error is not None:
+                    raise outcome.error
+                return outcome.result
+
+            return settings.wrap(function, run)
+
+        return decorate
+
+    # --- processing -----------------------------------------------------------------------------------------
+
+    @overload
+    async def process(
+        self,
+        message: Message[P],
+        handler: Callable[[Message[P], Tx], Awaitable[R]] | Callable[[Message[P]], Awaitable[R]],
+        *,
+        key: KeyLike | None = ...,
+        retry: RetryPolicy | None = ...,
+        origin: str | None = ...,
+        redelivered: bool = ...,
+    ) -> Outcome[R]: ...
+
+    @overload
+    async def process(
+        self,
+        message: Message[Any],
+        handler: None = None,
+        *,
+        key: KeyLike | None = ...,
+        retry: RetryPolicy | None = ...,
+        origin: str | None = ...,
+        redelivered: bool = ...,
+    ) -> Outcome[Any]: ...
+
+    async def process(
+        self,
+        message: Message[Any],
+        handler: Callable[..., Any] | None = None,
+        *,
+        key: KeyLike | None = None,
+        retry: RetryPolicy | None = None,
+        origin: str | None = None,
+        redelivered: bool = False,
+    ) -> Outcome[Any]:
+        """Let the message take effect exactly once. If this returns, acknowledge; if it raises, do not.
+
+        `handler` is called as handler(message, tx) or handler(message) in the transaction that records the
+        message; without it the registered handler of the message's type runs. `redelivered` is what the broker
+        says; with a retry policy such a delivery is counted before it runs, so that a message that kills its
+        process ends as a dead letter. `origin` is kept for people: topic/partition/offset, queue and tag.
+        """
+        if not isinstance(message, Message):
+            raise UsageError(f"process takes a Message, not {type(message).__name__}")
+        if handler is not None:
+            known: Handler | None = handler_of(handler, key=key)
+        else:
+            known = self._router.find(message.type) or self._for_unhandled(message)
+        if known is None:
+            self._bus.emit(events.Ignored(consumer=self.consumer, type=message.type, message_id=message.id))
+            return Outcome(Kind.IGNORED)
+        work = self._work(message, known, key=key, retry=retry, origin=origin, redelivered=redelivered)
+        return _settled(await self._settle(work))
+
+    def _for_unhandled(self, message: Message[Any]) -> Handler | None:
+        if self._unhandled == "ignore":
+            return None
+        text = f"no handler is registered for {message.type!r}"
+        if self._unhandled == "raise":
+            raise HandlerNotFound(
+                f"{text}. Register one with @inbox.handler({message.type!r}), or set unhandled= to "
+                '"ignore" or "dead" on the inbox.',
+                type=message.type,
+            )
+
+        async def unhandled(_message: Message[Any]) -> None:
+            raise Reject(text)
+
+        return handler_of(unhandled)
+
+    def _work(
+        self,
+        message: Message[Any],
+        handler: Handler,
+        *,
+        key: KeyLike | None = None,
+        retry: RetryPolicy | None = None,
+        origin: str | None = None,
+        redelivered: bool = False,
+        raise_on_mismatch: bool | None = None,
+        replayed: bool = False,
+        identity: Identity | None = None,
+    ) -> Work:
+        return Work(
+            message=message,
+            identity=identity or self.identity_of(message, key=key or handler.key),
+            handler=handler,
+            payload_hash=self._payload_hash(message),
+            retry=retry or handler.retry or self._retry,
+            origin=origin,
+            redelivered=redelivered,
+            host=self._host,
+            raise_on_mismatch=self._on_mismatch == "raise" if raise_on_mismatch is None else raise_on_mismatch,
+            record_duration=self._record_duration,
+            seen_before=self._seen_before,
+            replayed=replayed,
+        )
+
+    def identity_of(self, message: Message[Any], *, key: KeyLike | None = None) -> Identity:
+        """The identity of a message: by `key`, by its registered handler's key, or by the inbox's."""
+        registered = self._router.find(message.type)
+        strategy = keys.of(key) if key else (registered.key if registered and registered.key else self._key)
+        return Identity(self.consumer, self._tenant(message), strategy.scope(message), keys.check(strategy(message)))
+
+    def _payload_hash(self, message: Message[Any]) -> bytes:
+        """Of what makes two payloads the same: the fingerprint, else the bytes as they came, else sorted JSON."""
+        if message.body is not None and len(message.body) > self._max_payload:
+            raise self._too_large(len(message.body))
+        if self._fingerprint is not None:
+            seen = self._fingerprint(message)
+            data = seen if isinstance(seen, bytes) else codec.encode(seen, "fingerprint")
+        elif message.body is not None:
+            data = message.body
+        else:
+            data = codec.encode(message.payload)
+            if len(data) > self._max_payload:
+                raise self._too_large(len(data))
+        return hashlib.sha256(data).digest()
+
+    def _too_large(self, size: int) -> PayloadTooLarge:
+        return PayloadTooLarge(
+            f"the payload has {size} bytes, {self._max_payload} are allowed. Send a reference to it, or raise "
+            "max_payload= on the inbox.",
+            size=size,
+            limit=self._max_payload,
+        )
+
+    async def _settle(self, work: Work) -> Outcome[Any]:
+        """Through the cache, behind a twin in this process, and then into the store. Tells what happened."""
+        if not self._open:
+            raise InboxClosed
+        try:
+            outcome = self._known(work) or await self._fly(work)
+        except Exception as error:
+            self._bus.emit(events.of_error(self.consumer, work.message, work.identity, error))
+            raise
+        self._bus.emit(events.of_outcome(self.consumer, work.message, work.identity, outcome))
+        return outcome
+
+    def _known(self, work: Work) -> Outcome[Any] | None:
+        """A duplicate of something that this process has seen committed."""
+        done = None if work.replayed else self._cache.get(work.identity.digest)
+        if done is None:
+            return None
+        mismatch = is_mismatch(work, done.payload_hash)
+        if mismatch and work.raise_on_mismatch:
+            raise PayloadMismatch
+        result = None if done.result is None else work.handler.restored(codec.decode(done.result))
+        return Outcome(Kind.DUPLICATE, result=result, mismatch=mismatch)
+
+    async def _fly(self, work: Work) -> Outcome[Any]:
+        deadline = asyncio.get_running_loop().time() + self._wait
+        async with self._flights.enter(work.identity.digest, self._wait):
+            return self._known(work) or await self._try(work, deadline)
+
+    async def _try(self, work: Work, deadline: float) -> Outcome[Any]:
+        """Attempt it, and again while another process has it. Between the tries nothing is held."""
+        loop = asyncio.get_running_loop()
+        pause, conflicts = 0.005, 0
+        while True:
+            try:
+                begin = None if self._on_begin is None else self._beginning(self._on_begin, work.message)
+                async with self.store.unit(begin=begin, wait=self._wait) as unit:
+                    outcome = await attempt(unit, work)
+            except InFlight:
+                if loop.time() + pause > deadline:
+                    raise in_flight(self._wait) from None
+            except Conflict as conflict:
+                conflicts += 1
+                if conflicts >= CONFLICTS:
+                    text = f"the database asked {conflicts} times to run the transaction again"
+                    raise TryLater(reason="store_busy", text=text) from conflict.__cause__
+            else:
+                self._remember(work, outcome)
+                return outcome
+            await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter
+            pause = min(pause * 2, 0.25)
+
+    @staticmethod
+    def _beginning(
+        hook: Callable[[Tx, Message[Any]], Awaitable[Any]], message: Message[Any]
+    ) -> Callable[[Tx], Awaitable[Any]]:
+        return lambda tx: hook(tx, message)
+
+    def _remember(self, work: Work, outcome: Outcome[Any]) -> None:
+        if outcome.kind is Kind.PROCESSED:
+            payload_hash: bytes | None = work.payload_hash
+        elif outcome.kind is Kind.DUPLICATE and outcome.record is not None:
+            payload_hash = outcome.record.payload_hash
+        else:
+            return
+        if payload_hash is not None:
+            result = None if outcome.result is None else codec.encode(outcome.result, "result")
+            self._cache.put(work.identity.digest, Done(payload_hash, result))
+
+    # --- records --------------------------------------------------------------------------------------------
+
+    async def get_record(self, message: Message[Any] | Identity) -> Record | None:
+        """What the store remembers of a message or identity."""
+        identity = message if isinstance(message, Identity) else self.identity_of(message)
+        return await self._find(identity, message if isinstance(message, Message) else None)
+
+    async def _find(self, identity: Identity, message: Message[Any] | None) -> Record | None:
+        if not self._open:
+            raise InboxClosed
+        stand_in = message or Message(
+            id=identity.key[:100], type="onceward.lookup", payload=None, tenant=identity.tenant
+        )
+        begin = None if self._on_begin is None else self._beginning(self._on_begin, stand_in)
+        async with self.store.unit(begin=begin, wait=self._wait, read_only=True) as unit:
+            found = await unit.find(identity)
+        return found.record if found else None
+
+    async def replay(self, message: Message[Any] | Identity, handler: Callable[..., Any] | None = None) -> Outcome[Any]:
+        """Run a dead letter again, now, with the registered handler of its type or the one given.
+
+        PROCESSED when it succeeds. When it fails again it stays dead, with one more attempt and error.
+        """
+        record = await self._dead_letter(message)
+        kept = record.message()
+        if handler is not None:
+            known: Handler | None = handler_of(handler)
+        else:
+            known = self._router.find(kept.type)
+        if known is None:
+            raise HandlerNotFound(f"no handler is registered for {kept.type!r}; pass handler=", type=kept.type)
+        self._cache.forget(record.identity.digest)
+        work = self._work(kept, known, identity=record.identity, replayed=True, origin=record.origin)
+        return await self._settle(work)
+
+    async def discard(self, message: Message[Any] | Identity) -> None:
+        """Say that a dead letter will never run. Its record stays, so that a redelivery is still known."""
+        record = await self._dead_letter(message)
+        begin = None if self._on_begin is None else self._beginning(self._on_begin, record.message())
+        async with self.store.unit(begin=begin, wait=self._wait) as unit:
+            if not await unit.discard(record.identity):
+                raise NotDead("the record has changed meanwhile; look again", state=record.state.value)
+
+    async def _dead_letter(self, message: Message[Any] | Identity) -> Record:
+        record = await self.get_record(message)
+        if record is None:
+            raise RecordNotFound
+        if record.state is not State.DEAD:
+            raise NotDead(f"the record is {record.state}; only dead letters can be replayed or discarded",
+                          state=record.state.value)  # fmt: skip
+        return record
+
+
+def _settled(outcome: Outcome[R]) -> Outcome[R]:
+    """For those who call `process`: a failed handler's error is raised, so that nobody acknowledges it."""
+    if outcome.kind is Kind.FAILED and outcome.error is not None:
+        raise outcome.error
+    return outcome
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name}={value!r}: it is one of {', '.join(map(repr, allowed))}")

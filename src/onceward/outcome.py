@@ -1,0 +1,85 @@
+"""Outcome: what happened to one delivery, and Verdict: what its broker should be told.
+
+The one sentence: if `process` returns, acknowledge; if it raises, do not. `verdict_of` says the same for the
+errors, for loops that want to be told more exactly.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+import msgspec
+
+from onceward import errors
+from onceward.record import Record
+
+R = TypeVar("R")
+
+
+class Kind(StrEnum):
+    PROCESSED = "processed"
+    DUPLICATE = "duplicate"
+    ACCEPTED = "accepted"
+    IGNORED = "ignored"
+    FAILED = "failed"
+    BUSY = "busy"
+    DEAD = "dead"
+    EXPIRED = "expired"
+
+
+class Verdict(StrEnum):
+    """What a broker loop does with the delivery."""
+
+    ACK = "ack"
+    RETRY = "retry"  # deliver again, not before `retry_at` where that is known
+    REJECT = "reject"  # cannot be kept: quarantine it where possible
+    PAUSE = "pause"  # settle nothing, wait for the database
+    STOP = "stop"  # settle nothing, a person has to change the code
+
+
+class Outcome(msgspec.Struct, Generic[R], frozen=True):
+    """`result` is the handler's; for a duplicate it is the first run's. `record` is there where it was read."""
+
+    kind: Kind
+    result: R | None = None
+    mismatch: bool = False
+    error: BaseException | None = None
+    retry_at: datetime | None = None
+    record: Record | None = None
+    attempts: int = 0
+    duration_ms: float | None = None
+
+    @property
+    def processed(self) -> bool:
+        return self.kind is Kind.PROCESSED
+
+    @property
+    def duplicate(self) -> bool:
+        return self.kind is Kind.DUPLICATE
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict.RETRY if self.kind in (Kind.FAILED, Kind.BUSY) else Verdict.ACK
+
+
+# The first class that fits decides.
+_VERDICTS: tuple[tuple[type[BaseException], Verdict], ...] = (
+    (errors.TryLater, Verdict.RETRY),
+    (errors.InvalidMessage, Verdict.REJECT),
+    (errors.PayloadMismatch, Verdict.ACK),
+    (errors.HandlerEndedTransaction, Verdict.RETRY),
+    (errors.HandlerNotFound, Verdict.STOP),
+    (errors.StoreError, Verdict.PAUSE),
+    (errors.SecondConnection, Verdict.RETRY),
+    (errors.UsageError, Verdict.STOP),
+)
+
+
+def verdict_of(error: BaseException) -> Verdict:
+    """What an error that `process` raised means for the delivery. A handler's own error is RETRY."""
+    for kind, verdict in _VERDICTS:
+        if isinstance(error, kind):
+            return verdict
+    return Verdict.RETRY

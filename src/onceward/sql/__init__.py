@@ -1,0 +1,1 @@
+"""Stores in SQL: plans (what to say), dialects (how it is said), drivers (who says it)."""

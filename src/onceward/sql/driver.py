@@ -1,0 +1,57 @@
+"""What a driver does: run statements in transactions of one connection, and tell the truth about them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol, TypeVar
+
+from onceward.sql.dialect import Dialect
+from onceward.sql.plan import Result, Statement
+from onceward.store import Features
+
+Tx_co = TypeVar("Tx_co", covariant=True)
+
+
+class Session(Protocol[Tx_co]):
+    """One connection, for as long as a unit needs it. Commit and rollback end before a cancellation is heard."""
+
+    @property
+    def tx(self) -> Tx_co:
+        """The handle for the handler of the transaction that is open."""
+
+    @property
+    def lost(self) -> bool: ...
+
+    async def begin(self, first: Statement | None = None) -> Result:
+        """Begin a transaction, with its first statement in the same trip where the driver can."""
+
+    async def execute(self, statement: Statement) -> Result: ...
+
+    async def script(self, sql: str) -> None:
+        """Several statements, without parameters."""
+
+    async def ended(self) -> bool:
+        """Whether the open transaction is not the one that we began."""
+
+    async def commit(self) -> None:
+        """COMMIT, and prove it. See Unit.commit."""
+
+    async def rollback(self) -> None:
+        """Safe to call at any time, also twice."""
+
+    def is_conflict(self, error: BaseException) -> bool: ...
+
+
+class Driver(Protocol[Tx_co]):
+    @property
+    def dialect(self) -> Dialect: ...
+
+    @property
+    def features(self) -> Features: ...
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def session(self, *, wait: float, read_only: bool = False) -> AbstractAsyncContextManager[Session[Tx_co]]:
+        """`wait` bounds waiting for a connection or a turn; `read_only` need not wait for writers."""

@@ -1,0 +1,188 @@
+"""What stands between a handler and asyncpg: a handle that notices when the transaction ends, and a pool that
+notices when a handler takes a second connection."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+import asyncpg
+import msgspec
+
+from onceward.current import current_or_none
+from onceward.errors import HandlerEndedTransaction, SecondConnection, UsageError
+from onceward.shield import finish
+
+_ENDS_CONNECTION = {"close", "terminate", "reset"}
+
+
+class GuardedConnection:
+    """An asyncpg connection inside the inbox's transaction, as the handler sees it.
+
+    Everything of a connection is there. `transaction()` makes a savepoint; after each verb the driver is asked
+    whether the transaction still stands, and when it does not, HandlerEndedTransaction is raised.
+    """
+
+    def __init__(self, connection: asyncpg.Connection) -> None:
+        self._connection = connection
+        self._over = False
+        self._ended = False
+
+    def end_of_run(self) -> bool:
+        """Refuse further use. True when the handler had ended the transaction before."""
+        self._over = True
+        return self._ended
+
+    async def execute(self, query: str, *args: Any, timeout: float | None = None) -> str:
+        return await self._guarded(self._connection.execute, query, *args, timeout=timeout)  # type: ignore[no-any-return]
+
+    async def executemany(self, command: str, args: Any, *, timeout: float | None = None) -> None:
+        await self._guarded(self._connection.executemany, command, args, timeout=timeout)
+
+    async def fetch(self, query: str, *args: Any, **options: Any) -> list[Any]:
+        return await self._guarded(self._connection.fetch, query, *args, **options)  # type: ignore[no-any-return]
+
+    async def fetchrow(self, query: str, *args: Any, **options: Any) -> Any:
+        return await self._guarded(self._connection.fetchrow, query, *args, **options)
+
+    async def fetchval(self, query: str, *args: Any, **options: Any) -> Any:
+        return await self._guarded(self._connection.fetchval, query, *args, **options)
+
+    async def fetchmany(self, query: str, args: Any, **options: Any) -> Any:
+        return await self._guarded(self._connection.fetchmany, query, args, **options)
+
+    @asynccontextmanager
+    async def transaction(self, **options: Any) -> AsyncIterator[None]:
+        """A savepoint: an error that leaves the block undoes what the block wrote, and only that."""
+        if options:
+            raise UsageError("inside a handler transaction() is a savepoint and takes no options")
+        await self.execute("SAVEPOINT onceward_handler")
+        try:
+            yield
+        except BaseException:
+            # After a lost connection or an ended transaction there is no savepoint to go back to.
+            with suppress(HandlerEndedTransaction, UsageError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
+                await self.execute("ROLLBACK TO onceward_handler; RELEASE onceward_handler")
+            raise
+        else:
+            await self.execute("RELEASE onceward_handler")
+
+    def is_in_transaction(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ENDS_CONNECTION:
+            raise UsageError(f"{name}() is not for handlers: the connection belongs to the inbox")
+        self._check()
+        return getattr(self._connection, name)
+
+    def _check(self) -> None:
+        if self._over:
+            raise UsageError("this transaction is over; write only while the handler runs")
+        if self._ended:
+            raise HandlerEndedTransaction
+
+    async def _guarded(self, verb: Any, *args: Any, **options: Any) -> Any:
+        self._check()
+        try:
+            return await verb(*args, **options)
+        finally:
+            if not self._connection.is_closed() and not self._connection.is_in_transaction():
+                self._ended = True
+                raise HandlerEndedTransaction
+
+
+class SecondConnectionWarning(UserWarning):
+    """A handler took a second connection from the pool of its own inbox."""
+
+
+class Hold(msgspec.Struct):
+    """That this task, or the task that started it, holds a connection of a pool for a unit of work."""
+
+    pool: Any
+    active: bool = True
+
+
+_hold: ContextVar[Hold | None] = ContextVar("onceward_asyncpg_hold", default=None)
+
+
+class PoolWatch:
+    """Tells when a handler takes a second connection from the pool of its own inbox.
+
+    What it writes there is outside of the inbox's transaction, and with enough of them every connection waits for
+    another one. The pool is watched by giving it a subclass of its own class, and gets its class back when the
+    store is closed.
+    """
+
+    def __init__(self, reaction: str, timeout: float = 10.0) -> None:
+        self._reaction = reaction
+        self._timeout = timeout
+
+    def attach(self, pool: Any) -> None:
+        if self._reaction != "allow" and id(pool) not in _watches:
+            pool.__class__ = _watched(pool.__class__)
+            _watches[id(pool)] = self
+
+    def detach(self, pool: Any) -> None:
+        if _watches.get(id(pool)) is self:
+            del _watches[id(pool)]
+            pool.__class__ = type(pool).__mro__[2]
+
+    @asynccontextmanager
+    async def connection(self, pool: Any, wait: float) -> AsyncIterator[Any]:
+        """A connection for the inbox itself, for as long as a unit needs it."""
+        before = _hold.set(None)
+        try:
+            proxy = await pool.acquire(timeout=wait)
+        finally:
+            _hold.reset(before)
+        hold = Hold(pool)
+        token = _hold.set(hold)
+        try:
+            # The pool's proxy forgets its connection when that is lost; we still want to ask it.
+            yield proxy._con  # noqa: SLF001
+        finally:
+            hold.active = False
+            _hold.reset(token)
+            await finish(_release(pool, proxy))
+
+    def noticed(self, pool: Any, timeout: float | None) -> float | None:
+        """Called on every acquire. Gives the timeout to use: inside a handler there always is one."""
+        hold, run = _hold.get(), current_or_none()
+        if hold is None or run is None or hold.pool is not pool or not hold.active:
+            return timeout
+        text = (
+            f"the handler {run.handler!r} took a second connection from the pool of its own inbox. What it writes "
+            "there is not exactly once; write through tx, or use another pool."
+        )
+        if self._reaction == "raise":
+            raise SecondConnection(text, handler=run.handler)
+        warnings.warn(text, SecondConnectionWarning, stacklevel=3)
+        return self._timeout if timeout is None else timeout
+
+
+async def _release(pool: Any, proxy: Any) -> None:
+    try:
+        await pool.release(proxy)
+    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
+        proxy.terminate()
+
+
+_watches: dict[int, PoolWatch] = {}
+
+
+class _WatchedPool:
+    __slots__ = ()
+
+    def acquire(self, *, timeout: float | None = None) -> Any:
+        timeout = _watches[id(self)].noticed(self, timeout)
+        return super().acquire(timeout=timeout)  # type: ignore[misc]
+
+
+@lru_cache
+def _watched(pool_class: type) -> type:
+    return type(f"Watched{pool_class.__name__}", (_WatchedPool, pool_class), {"__slots__": ()})

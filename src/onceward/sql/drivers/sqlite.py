@@ -1,0 +1,265 @@
+"""SQLite through the standard library: the handle that handlers write through, and the driver."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
+from typing import Any
+
+from onceward.errors import (
+    HandlerEndedTransaction,
+    OncewardError,
+    SchemaMissing,
+    StoreUnavailable,
+    UsageError,
+)
+from onceward.sql import dialect
+from onceward.sql.drivers.sqlite_writer import Turn, Writer, connect, primary_code, translated
+from onceward.sql.plan import Result, Statement
+from onceward.store import Features
+
+_NUMBERED = re.compile(r"\$\d")
+
+
+class Transaction:
+    """What a handler on SQLite writes through, shaped like an asyncpg connection.
+
+    Parameters are `?` or `$1`. `execute` gives the number of rows it changed; rows are sqlite3.Row.
+    """
+
+    def __init__(self, run: Callable[[Transaction, str, Any], sqlite3.Cursor]) -> None:
+        self._execute = run
+        self._depth = 0
+
+    async def execute(self, sql: str, *params: Any) -> int:
+        return self._run(sql, params).rowcount
+
+    async def executemany(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
+        return sum(self._run(sql, tuple(row)).rowcount for row in rows)
+
+    async def fetch(self, sql: str, *params: Any) -> list[sqlite3.Row]:
+        return self._run(sql, params).fetchall()
+
+    async def fetchrow(self, sql: str, *params: Any) -> sqlite3.Row | None:
+        cursor = self._run(sql, params)
+        row: sqlite3.Row | None = cursor.fetchone()
+        cursor.close()
+        return row
+
+    async def fetchval(self, sql: str, *params: Any) -> Any:
+        row = await self.fetchrow(sql, *params)
+        return None if row is None else row[0]
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[None]:
+        """A savepoint: an error that leaves the block undoes what the block wrote, and only that."""
+        self._depth += 1
+        name = f"handler_{self._depth}"
+        self._run(f"SAVEPOINT {name}")
+        try:
+            yield
+        except BaseException:
+            # After a refused COMMIT or a lost transaction there is no savepoint to go back to.
+            with suppress(OncewardError, sqlite3.Error):
+                self._run(f"ROLLBACK TO {name}")
+                self._run(f"RELEASE {name}")
+            raise
+        else:
+            self._run(f"RELEASE {name}")
+        finally:
+            self._depth -= 1
+
+    def _run(self, sql: str, params: tuple[Any, ...] = ()) -> sqlite3.Cursor:
+        if params and _NUMBERED.search(sql):
+            return self._execute(self, sql, {str(n): value for n, value in enumerate(params, 1)})
+        return self._execute(self, sql, params)
+
+
+class SqliteSession:
+    """A unit's transactions: each one a savepoint of the group that its turn is part of."""
+
+    def __init__(self, writer: Writer, wait: float) -> None:
+        self._writer = writer
+        self._wait = wait
+        self._turn: Turn | None = None
+        self._tx: Transaction | None = None
+        self._ended = False
+        self._savepoint = f"onceward_{writer.secret}"
+        self.lost = False
+
+    @property
+    def tx(self) -> Transaction:
+        if self._tx is None:
+            raise UsageError("there is no transaction")
+        return self._tx
+
+    def _handler_execute(self, tx: Transaction, sql: str, params: Any) -> sqlite3.Cursor:
+        if tx is not self._tx or self.lost:
+            raise UsageError("this transaction is over; write only while the handler runs")
+        if self._ended:
+            raise HandlerEndedTransaction
+        self._writer.guarding = True
+        try:
+            return self._writer.connection.execute(sql, params)
+        except sqlite3.DatabaseError as error:
+            if primary_code(error) == sqlite3.SQLITE_AUTH:
+                self._ended = True
+                raise HandlerEndedTransaction(
+                    "the handler tried to begin or end a transaction itself. It was stopped and nothing it wrote "
+                    "stands. Leave COMMIT and ROLLBACK to onceward; `async with tx.transaction()` makes a savepoint."
+                ) from error
+            self._look_alive()
+            raise
+
+    def _look_alive(self) -> None:
+        if not self._writer.alive:
+            self.lost = True
+
+    async def begin(self, first: Statement | None = None) -> Result:
+        if self._turn is None:
+            self._turn = await self._writer.take(self._wait)
+        self._ended = False
+        self._tx = Transaction(self._handler_execute)
+        self._raw(f"SAVEPOINT {self._savepoint}")
+        return await self.execute(first) if first is not None else Result((), 0)
+
+    async def execute(self, statement: Statement) -> Result:
+        cursor = self._raw(statement.sql, statement.params)
+        rows = cursor.fetchall()
+        return Result(rows, len(rows) if cursor.description else cursor.rowcount)
+
+    async def script(self, sql: str) -> None:
+        """Not executescript, which would commit first."""
+        pending = ""
+        for line in sql.splitlines(keepends=True):
+            pending += line
+            if sqlite3.complete_statement(pending):
+                self._raw(pending)
+                pending = ""
+
+    def _raw(self, sql: str, params: Any = ()) -> sqlite3.Cursor:
+        self._writer.guarding = False
+        try:
+            return self._writer.connection.execute(sql, params)
+        except sqlite3.Error as error:
+            self._look_alive()
+            raise _translated(error, self._writer.path) from error
+
+    async def ended(self) -> bool:
+        return self._ended
+
+    async def commit(self) -> None:
+        """Into the group, and then wait for the group's COMMIT, which says for all of its members what happened."""
+        if self._turn is None or self._tx is None:
+            raise UsageError("there is no transaction to commit")
+        if self._ended:
+            raise HandlerEndedTransaction
+        self._look_alive()
+        if self.lost:
+            raise StoreUnavailable(f"{self._writer.path} rolled the transaction back; the disk may be full")
+        self._raw(f"RELEASE {self._savepoint}")
+        self._tx = None
+        group = self._writer.join_group()
+        await self._give_turn()
+        await self._writer.wait_for(group)
+
+    async def rollback(self) -> None:
+        if self._tx is None:
+            return
+        self._tx = None
+        self._look_alive()
+        if not self.lost:
+            self._raw(f"ROLLBACK TO {self._savepoint}")
+            self._raw(f"RELEASE {self._savepoint}")
+
+    async def _give_turn(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            self._writer.guarding = False
+            await self._writer.give(turn)
+
+    async def end(self) -> None:
+        await self.rollback()
+        await self._give_turn()
+
+    def is_conflict(self, error: BaseException) -> bool:  # noqa: ARG002 - one writer has none
+        return False
+
+
+def _translated(error: sqlite3.Error, path: str) -> Exception:
+    return SchemaMissing() if "no such table: onceward_" in str(error) else translated(error, path)
+
+
+class SqliteReadSession:
+    """Reads what is committed, on a connection of its own: in WAL mode nothing makes it wait."""
+
+    lost = False
+
+    def __init__(self, connection: sqlite3.Connection, path: str) -> None:
+        self._connection = connection
+        self._path = path
+        self.tx = Transaction(lambda _tx, sql, params: connection.execute(sql, params))
+
+    async def begin(self, first: Statement | None = None) -> Result:
+        return await self.execute(first) if first is not None else Result((), 0)
+
+    async def execute(self, statement: Statement) -> Result:
+        try:
+            rows = self._connection.execute(statement.sql, statement.params).fetchall()
+        except sqlite3.Error as error:
+            raise _translated(error, self._path) from error
+        return Result(rows, len(rows))
+
+    async def script(self, _sql: str) -> None:
+        raise UsageError("a read-only session runs no scripts")
+
+    async def ended(self) -> bool:
+        return False
+
+    async def commit(self) -> None:
+        pass
+
+    async def rollback(self) -> None:
+        pass
+
+    def is_conflict(self, error: BaseException) -> bool:  # noqa: ARG002
+        return False
+
+
+class SqliteDriver:
+    """One file, one writer in this process; several processes on one file are safe."""
+
+    features = Features(concurrent_units=False, automatic_setup=True)
+
+    def __init__(self, path: str) -> None:
+        self.dialect = dialect.sqlite()
+        self._path = path if path == ":memory:" else str(Path(path).absolute())
+        self._writer: Writer | None = None
+
+    async def open(self) -> None:
+        self._writer = Writer(self._path)
+        await self._writer.open()
+
+    async def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            await writer.close()
+
+    @asynccontextmanager
+    async def session(
+        self, *, wait: float, read_only: bool = False
+    ) -> AsyncIterator[SqliteSession | SqliteReadSession]:
+        if self._writer is None:
+            raise StoreUnavailable("the store is not open")
+        if read_only and self._path != ":memory:":
+            with closing(connect(self._path)) as connection:
+                yield SqliteReadSession(connection, self._path)
+            return
+        session = SqliteSession(self._writer, wait)
+        try:
+            yield session
+        finally:
+            await session.end()

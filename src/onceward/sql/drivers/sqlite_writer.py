@@ -1,0 +1,282 @@
+"""The one writer of a SQLite database in this process: turns, groups and the thread that waits for the disk.
+
+SQLite has a single write lock, and a commit costs an fsync. So units of work take turns on one connection, each
+in a savepoint of a shared transaction, and are acknowledged together after the group's COMMIT: when nobody waits
+for a turn, or when the group is full. Short statements run on the event loop's thread, where they cost
+microseconds; only COMMIT, which waits for the disk, goes to a thread. BEGIN IMMEDIATE never blocks: while another
+process has the lock it is tried again every few milliseconds, which is also fairer than SQLite's own waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sqlite3
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from secrets import token_hex
+
+from onceward.errors import NestedProcess, StoreReadOnly, StoreUnavailable, TryLater
+from onceward.shield import finish, wait_out
+
+GROUP = 100
+"""Units of work that share one COMMIT, at the most."""
+
+MINIMUM = (3, 35, 0)
+
+_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_READ_ONLY = {sqlite3.SQLITE_READONLY}
+_AWAY = {
+    sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_PERM,
+}  # fmt: skip
+
+# The writer whose turn this task, or the task that started it, is having.
+_turn_of: ContextVar[Turn | None] = ContextVar("onceward_sqlite_turn", default=None)
+
+
+def primary_code(error: BaseException) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def translated(error: sqlite3.Error, path: str) -> Exception:
+    """SQLite's error as onceward's, where the database itself is the trouble."""
+    code = primary_code(error)
+    if code in _BUSY:
+        return TryLater(reason="store_busy", text=f"{path} is held by another process: {error}")
+    if code in _READ_ONLY:
+        return StoreReadOnly(f"{path} cannot be written ({error}). Check the file's and its folder's permissions.")
+    if code in _AWAY:
+        return StoreUnavailable(f"{path} cannot be used: {error}. Check that the folder exists and the disk has room.")
+    return error
+
+
+class Group:
+    """Units that are committed together. `done` ends when their COMMIT did, or fails as it did."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def settle(self, error: Exception | None) -> None:
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+            self.done.exception()  # seen, even when every member was cancelled
+
+
+class Turn:
+    """The right to use the writer's connection, from `take` to `give`."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        self.active = True
+
+
+class Writer:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.connection: sqlite3.Connection
+        # Our own statements carry a secret, so that a handler's "COMMIT" is never served from the statement cache,
+        # where the authorizer would not see it.
+        self.secret = token_hex(8)
+        self.guarding = False
+        self._begin = f"BEGIN IMMEDIATE /* {self.secret} */"
+        self._commit = f"COMMIT /* {self.secret} */"
+        self._rollback = f"ROLLBACK /* {self.secret} */"
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onceward-sqlite")
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._busy = False
+        self._group: Group | None = None
+
+    # --- life -----------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        if sqlite3.sqlite_version_info < MINIMUM:
+            raise StoreUnavailable(f"SQLite {sqlite3.sqlite_version} is too old; onceward needs 3.35 or later")
+        loop = asyncio.get_running_loop()
+        self.connection = await loop.run_in_executor(self._thread, self._connect)
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            connection = connect(self.path)
+            _set_up(connection)
+        except sqlite3.Error as error:
+            raise translated(error, self.path) from error
+        connection.execute("PRAGMA busy_timeout = 0")
+        connection.set_authorizer(self._authorize)
+        return connection
+
+    async def close(self) -> None:
+        if hasattr(self, "connection"):
+            with contextlib.suppress(TryLater):
+                await self.take(wait=10.0)
+            self.connection.close()
+        self._thread.shutdown(wait=False)
+
+    def _authorize(self, action: int, _one: str | None, two: str | None, _db: str | None, _by: str | None) -> int:
+        """While a handler runs, nobody but us begins or ends a transaction or touches our savepoint."""
+        ours = action == sqlite3.SQLITE_SAVEPOINT and two is not None and self.secret in two
+        if self.guarding and (action == sqlite3.SQLITE_TRANSACTION or ours):
+            return sqlite3.SQLITE_DENY
+        return sqlite3.SQLITE_OK
+
+    # --- turns ----------------------------------------------------------------------------------------------
+
+    def refuse_nesting(self) -> None:
+        turn = _turn_of.get()
+        if turn is not None and turn.active and turn.writer.path == self.path:
+            raise NestedProcess
+
+    async def take(self, wait: float) -> Turn:
+        """Wait for the turn, then for the write lock. TryLater(store_busy) when that takes too long."""
+        self.refuse_nesting()
+        deadline = time.monotonic() + wait
+        if self._busy:
+            await self._queue(wait)
+        self._busy = True
+        try:
+            if self._group is None:
+                await self._begin_group(deadline)
+        except BaseException:
+            await finish(self._pass_on())
+            raise
+        turn = Turn(self)
+        _turn_of.set(turn)
+        return turn
+
+    async def _queue(self, wait: float) -> None:
+        loop = asyncio.get_running_loop()
+        mine: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(mine)
+        timer = loop.call_later(wait, self._give_up, mine, wait)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled() and mine.exception() is None:
+                await finish(self._pass_on())  # the turn came together with the cancellation
+            raise
+        finally:
+            timer.cancel()
+
+    def _give_up(self, waiting: asyncio.Future[None], wait: float) -> None:
+        if not waiting.done():
+            text = f"waited {wait:g} s for a turn to write to {self.path}: another handler is slow"
+            waiting.set_exception(TryLater(reason="store_busy", text=text))
+
+    async def give(self, turn: Turn) -> None:
+        """End a turn: pass it on, or commit the group when nobody waits."""
+        if turn.active:
+            turn.active = False
+            if self._group is not None and self._group.size < GROUP and self._has_waiting():
+                self._wake_next()
+            else:
+                await finish(self._pass_on())
+
+    async def _pass_on(self) -> None:
+        if self._group is not None:
+            await self._commit_group()
+        self._wake_next()
+
+    def _wake_next(self) -> None:
+        while self._waiting:
+            following = self._waiting.popleft()
+            if not following.done():
+                following.set_result(None)
+                return
+        self._busy = False
+
+    def _has_waiting(self) -> bool:
+        while self._waiting and self._waiting[0].done():
+            self._waiting.popleft()
+        return bool(self._waiting)
+
+    # --- groups ---------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """SQLite rolls a whole transaction back by itself when the disk is full or fails."""
+        return self.connection.in_transaction
+
+    def join_group(self) -> Group:
+        """Count the unit that just released its savepoint into the open group."""
+        assert self._group is not None  # noqa: S101 - a turn always has a group
+        self._group.size += 1
+        return self._group
+
+    async def wait_for(self, group: Group) -> None:
+        await wait_out(group.done)
+
+    async def _begin_group(self, deadline: float) -> None:
+        pause = 0.0005
+        while True:
+            try:
+                self.connection.execute(self._begin)
+                break
+            except sqlite3.Error as error:
+                problem = translated(error, self.path)
+                if not isinstance(problem, TryLater) or time.monotonic() >= deadline:
+                    raise problem from error
+            await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter
+            pause = min(pause * 2, 0.01)
+        self._group = Group()
+
+    async def _commit_group(self) -> None:
+        group, self._group = self._group, None
+        assert group is not None  # noqa: S101 - only called with an open group
+        try:
+            if not self.alive:
+                raise StoreUnavailable(f"{self.path} rolled the transaction back; the disk may be full")
+            if group.size:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._execute, self._commit)
+            else:
+                self.connection.execute(self._rollback)
+            group.settle(None)
+        except Exception as error:  # noqa: BLE001 - whatever it is, every member must hear it
+            self._abandon()
+            problem = translated(error, self.path) if isinstance(error, sqlite3.Error) else error
+            group.settle(_not_committed(problem))
+
+    def _abandon(self) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            if self.alive:
+                self.connection.execute(self._rollback)
+
+    def _execute(self, sql: str) -> None:
+        self.connection.execute(sql)
+
+
+def _not_committed(error: Exception) -> Exception:
+    if isinstance(error, (StoreUnavailable, TryLater)):
+        return error
+    unavailable = StoreUnavailable(f"the commit failed: {error}")
+    unavailable.__cause__ = error
+    return unavailable
+
+
+def connect(path: str, *, timeout: float = 10.0) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        path, timeout=timeout, isolation_level=None, check_same_thread=False, cached_statements=512
+    )
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+def _set_up(connection: sqlite3.Connection) -> None:
+    """WAL, so that readers never wait; FULL, so that an acknowledged message survives a power cut."""
+    deadline = time.monotonic() + 10.0
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            break
+        except sqlite3.OperationalError as error:
+            # Switching to WAL needs the file alone, and does not wait by itself while other processes open it.
+            if primary_code(error) not in _BUSY or time.monotonic() >= deadline:
+                raise
+            time.sleep(0.01)
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA foreign_keys = ON")

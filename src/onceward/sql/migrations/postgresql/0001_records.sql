@@ -1,0 +1,58 @@
+-- One row per identity. The primary key is the only index that a new message pays for.
+CREATE TABLE onceward_records (
+    identity            uuid PRIMARY KEY,      -- onceward_id(consumer, tenant, scope, key)
+    consumer            text NOT NULL,
+    tenant              text NOT NULL,
+    scope               text NOT NULL,
+    key                 text NOT NULL,
+    message_id          text NOT NULL,
+    type                text NOT NULL,
+    source              text NOT NULL DEFAULT '',
+    topic               text NOT NULL DEFAULT '',
+    origin              text,
+    state               text NOT NULL
+                        CHECK (state IN ('accepted', 'running', 'processed', 'failed', 'dead', 'discarded')),
+    attempts            integer NOT NULL DEFAULT 0,
+    started             integer NOT NULL DEFAULT 0,   -- marked starts that never ended
+    errors              jsonb,
+    -- json, not jsonb: it keeps what was said to the letter, and jsonb refuses \u0000
+    result              json,
+    payload             json,
+    body                bytea,
+    headers             json,
+    payload_hash        bytea,
+    extra               json,
+    handler             text,
+    host                text,
+    received_at         timestamptz NOT NULL DEFAULT now(),
+    processed_at        timestamptz,
+    duration_ms         double precision,
+    occurred_at         timestamptz,
+    expires_at          timestamptz,
+    next_try_at         timestamptz,
+    stream              text,
+    position            bigint,
+    depends_on          json,
+    received_position   bigint,
+    processed_position  bigint
+);
+
+-- What operators look for. Processed rows, nearly all of them, are not in it.
+CREATE INDEX onceward_records_unfinished ON onceward_records (consumer, state, received_at)
+    WHERE state <> 'processed';
+
+-- Where a dependency is looked up. Messages without a stream are not in it.
+CREATE INDEX onceward_records_position ON onceward_records (consumer, tenant, stream, position)
+    WHERE stream IS NOT NULL;
+
+-- The identity, computed in SQL: the first 16 bytes of SHA-256 over length-prefixed parts.
+CREATE FUNCTION onceward_id(consumer text, tenant text, scope text, key text) RETURNS uuid
+    LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
+    AS $$
+        SELECT encode(substring(sha256(
+            int4send(octet_length(convert_to($1, 'UTF8'))) || convert_to($1, 'UTF8') ||
+            int4send(octet_length(convert_to($2, 'UTF8'))) || convert_to($2, 'UTF8') ||
+            int4send(octet_length(convert_to($3, 'UTF8'))) || convert_to($3, 'UTF8') ||
+            int4send(octet_length(convert_to($4, 'UTF8'))) || convert_to($4, 'UTF8')
+        ) FROM 1 FOR 16), 'hex')::uuid
+    $$;

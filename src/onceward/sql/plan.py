@@ -1,0 +1,100 @@
+"""Plans: store operations as generators that yield statements and return a value.
+
+A plan knows neither driver nor event loop: `run` executes its statements one by one and sends the results back
+in. SQL is written with `:name` parameters and compiled once to the driver's style.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+from uuid import UUID
+
+T = TypeVar("T")
+
+
+class Statement(NamedTuple):
+    sql: str
+    params: Mapping[str, Any] = {}
+
+
+class Result(NamedTuple):
+    rows: Sequence[Mapping[str, Any]]
+    changed: int
+    """Rows inserted, updated or given back: the number that decides."""
+
+
+Plan: TypeAlias = Generator[Statement, Result, T]
+Execute: TypeAlias = Callable[[Statement], Awaitable[Result]]
+
+
+async def run(plan: Plan[T], execute: Execute, *, first: Execute | None = None) -> T:
+    """Run a plan. `first` executes its first statement, so that it can ride with BEGIN."""
+    try:
+        statement = next(plan)
+        result = await (first or execute)(statement)
+        while True:
+            statement = plan.send(result)
+            result = await execute(statement)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    finally:
+        plan.close()
+
+
+# A parameter is :name, but not the second colon of a ::cast, nor inside 'quotes'.
+_PARAMETER = re.compile(r"'[^']*'|--[^\n]*|(?<!:):([a-z_]+)")
+
+
+@lru_cache(maxsize=256)
+def numbered(sql: str) -> tuple[str, tuple[str, ...]]:
+    """`:name` as `$1`, and the names in the order of their numbers."""
+    names: list[str] = []
+
+    def number(match: re.Match[str]) -> str:
+        name = match[1]
+        if name is None:
+            return match[0]
+        if name not in names:
+            names.append(name)
+        return f"${names.index(name) + 1}"
+
+    return _PARAMETER.sub(number, sql), tuple(names)
+
+
+@lru_cache(maxsize=256)
+def gives_rows(sql: str) -> bool:
+    return re.match(r"\s*(--[^\n]*\n\s*)*(SELECT|WITH)\b", sql) is not None or "RETURNING" in sql
+
+
+def inlined(statement: Statement) -> str:
+    """The statement with its parameters as literals, for the one trip that a driver sends without parameters.
+
+    Safe only where `standard_conforming_strings` is on; the caller checks that.
+    """
+    return _PARAMETER.sub(
+        lambda match: match[0] if match[1] is None else literal(statement.params[match[1]]), statement.sql
+    )
+
+
+def literal(value: object) -> str:
+    """A closed encoder: identities, numbers, text, bytes and times. Anything else is refused."""
+    if value is None:
+        return "NULL"
+    if type(value) is int:
+        return str(value)
+    if type(value) is str:
+        if "\0" in value:
+            raise ValueError("a text for the database contains NUL")
+        return "'" + value.replace("'", "''") + "'"
+    if isinstance(value, UUID):
+        return f"'{value.hex}'"
+    if type(value) is bytes:
+        return f"'\\x{value.hex()}'"
+    if isinstance(value, datetime):
+        return f"'{value.isoformat()}'"
+    raise TypeError(f"no literal for {type(value).__name__}")

@@ -1,0 +1,101 @@
+-- What onceward says to PostgreSQL. One statement per name; `:name` is a parameter.
+--
+-- Every write of an identity first tries its advisory lock, which ends with the transaction. Without it an INSERT
+-- would block behind an uncommitted twin for as long as that one's handler runs; with it "in flight" is known at once.
+
+-- name: claim
+INSERT INTO onceward_records (
+    identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts,
+    payload_hash, handler, host, processed_at, occurred_at, stream, position)
+SELECT
+    :identity::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
+    :source::text, :topic::text, :origin::text, 'processed', 1,
+    :payload_hash::bytea, :handler::text, :host::text, now(), :occurred_at::timestamptz, :stream::text,
+    :position::bigint
+WHERE pg_try_advisory_xact_lock(:lock::bigint)
+ON CONFLICT (identity) DO NOTHING
+
+-- name: find
+SELECT *, clock_timestamp() AS now FROM onceward_records WHERE identity = :identity::uuid
+
+-- name: position_done
+SELECT 1 FROM onceward_records
+WHERE consumer = :consumer::text AND tenant = :tenant::text AND stream = :stream::text
+  AND position = :position::bigint AND state = 'processed'
+LIMIT 1
+
+-- name: take
+UPDATE onceward_records
+SET state = 'processed', attempts = attempts + 1, started = started - :unmark::int, processed_at = now(),
+    payload = NULL, body = NULL, headers = NULL, payload_hash = :payload_hash::bytea, next_try_at = NULL,
+    origin = :origin::text, handler = :handler::text, host = :host::text
+WHERE identity = :identity::uuid
+  AND state = :was_state::text AND attempts = :was_attempts::int AND started = :was_started::int
+  AND pg_try_advisory_xact_lock(:lock::bigint)
+
+-- name: complete
+UPDATE onceward_records
+SET result = :result::json, extra = :extra::json, duration_ms = :duration_ms::float8
+WHERE identity = :identity::uuid
+
+-- name: mark
+INSERT INTO onceward_records (
+    identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
+    payload, body, headers, payload_hash, handler, host, occurred_at, stream, position, depends_on)
+SELECT
+    :identity::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
+    :source::text, :topic::text, :origin::text, 'running', 0, 1,
+    :payload::json, :body::bytea, :headers::json, :payload_hash::bytea, :handler::text, :host::text,
+    :occurred_at::timestamptz, :stream::text, :position::bigint, :depends_on::json
+WHERE pg_try_advisory_xact_lock(:lock::bigint)
+ON CONFLICT (identity) DO UPDATE
+SET state = 'running', started = onceward_records.started + 1, handler = excluded.handler, host = excluded.host
+WHERE onceward_records.state = ANY (string_to_array(:from_states::text, ','))
+  AND onceward_records.attempts = :was_attempts::int AND onceward_records.started = :was_started::int
+
+-- name: unmark
+UPDATE onceward_records SET state = 'failed', started = started - 1
+WHERE identity = :identity::uuid AND state = 'running' AND started > 0
+
+-- The error is appended to the last nine. A record that changed meanwhile (somebody else succeeded) is left alone.
+-- name: fail
+INSERT INTO onceward_records (
+    identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts,
+    errors, payload, body, headers, payload_hash, handler, host, duration_ms, occurred_at, next_try_at,
+    stream, position, depends_on)
+SELECT
+    :identity::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
+    :source::text, :topic::text, :origin::text, :state::text, :counted::int,
+    jsonb_build_array(:error::jsonb || jsonb_build_object('at', clock_timestamp())),
+    :payload::json, :body::bytea, :headers::json, :payload_hash::bytea, :handler::text, :host::text,
+    :duration_ms::float8, :occurred_at::timestamptz, clock_timestamp() + :delay::float8 * interval '1 second',
+    :stream::text, :position::bigint, :depends_on::json
+WHERE pg_try_advisory_xact_lock(:lock::bigint)
+ON CONFLICT (identity) DO UPDATE
+SET state = excluded.state, attempts = onceward_records.attempts + :counted::int,
+    started = onceward_records.started - :unmark::int,
+    errors = jsonb_path_query_array(coalesce(onceward_records.errors, '[]'), '$[last - 8 to last]') || excluded.errors,
+    payload = excluded.payload, body = excluded.body, headers = excluded.headers,
+    payload_hash = excluded.payload_hash, origin = excluded.origin, handler = excluded.handler,
+    host = excluded.host, duration_ms = excluded.duration_ms, processed_at = NULL,
+    next_try_at = excluded.next_try_at
+WHERE onceward_records.state = ANY (string_to_array(:from_states::text, ','))
+RETURNING *
+
+-- name: discard
+UPDATE onceward_records SET state = 'discarded', payload = NULL, body = NULL, headers = NULL
+WHERE identity = :identity::uuid AND state = 'dead'
+
+-- name: schema_version
+SELECT coalesce(max(version), 0) AS version FROM onceward_schema
+
+-- name: schema_table
+CREATE TABLE IF NOT EXISTS onceward_schema (
+    version integer PRIMARY KEY, name text NOT NULL, applied_at timestamptz NOT NULL DEFAULT now())
+
+-- name: schema_applied
+INSERT INTO onceward_schema (version, name) VALUES (:version::int, :name::text)
+
+-- One migration at a time, whoever starts; the number is the first 8 bytes of sha256('onceward_schema').
+-- name: schema_lock
+SELECT pg_advisory_xact_lock(x'c60b09ae02fc7685'::bigint)

@@ -1,0 +1,96 @@
+-- What onceward says to SQLite. One statement per name; `:name` is a parameter.
+--
+-- The writer holds the database's one write lock (BEGIN IMMEDIATE), so nothing here can be in flight elsewhere.
+
+-- name: claim
+INSERT INTO onceward_records (
+    identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts,
+    payload_hash, handler, host, processed_at, occurred_at, stream, position)
+VALUES (
+    :identity, :consumer, :tenant, :scope, :key, :message_id, :type, :source, :topic, :origin, 'processed', 1,
+    :payload_hash, :handler, :host, strftime('%Y-%m-%dT%H:%M:%fZ', 'now'), :occurred_at, :stream, :position)
+ON CONFLICT (identity) DO NOTHING
+
+-- name: find
+SELECT *, strftime('%Y-%m-%dT%H:%M:%fZ', 'now') AS now FROM onceward_records WHERE identity = :identity
+
+-- name: position_done
+SELECT 1 FROM onceward_records
+WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position
+  AND state = 'processed'
+LIMIT 1
+
+-- name: take
+UPDATE onceward_records
+SET state = 'processed', attempts = attempts + 1, started = started - :unmark,
+    processed_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now'),
+    payload = NULL, body = NULL, headers = NULL, payload_hash = :payload_hash, next_try_at = NULL,
+    origin = :origin, handler = :handler, host = :host
+WHERE identity = :identity
+  AND state = :was_state AND attempts = :was_attempts AND started = :was_started
+
+-- name: complete
+UPDATE onceward_records
+SET result = :result, extra = :extra, duration_ms = :duration_ms
+WHERE identity = :identity
+
+-- name: mark
+INSERT INTO onceward_records (
+    identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
+    payload, body, headers, payload_hash, handler, host, occurred_at, stream, position, depends_on)
+VALUES (
+    :identity, :consumer, :tenant, :scope, :key, :message_id, :type, :source, :topic, :origin, 'running', 0, 1,
+    :payload, :body, :headers, :payload_hash, :handler, :host, :occurred_at, :stream, :position, :depends_on)
+ON CONFLICT (identity) DO UPDATE
+SET state = 'running', started = onceward_records.started + 1, handler = excluded.handler, host = excluded.host
+WHERE instr(',' || :from_states || ',', ',' || onceward_records.state || ',')
+  AND onceward_records.attempts = :was_attempts AND onceward_records.started = :was_started
+
+-- name: unmark
+UPDATE onceward_records SET state = 'failed', started = started - 1
+WHERE identity = :identity AND state = 'running' AND started > 0
+
+-- The error is appended to the last nine. A record that changed meanwhile (somebody else succeeded) is left alone.
+-- name: fail
+INSERT INTO onceward_records (
+    identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts,
+    errors, payload, body, headers, payload_hash, handler, host, duration_ms, occurred_at, next_try_at,
+    stream, position, depends_on)
+VALUES (
+    :identity, :consumer, :tenant, :scope, :key, :message_id, :type, :source, :topic, :origin, :state, :counted,
+    json_array(json_set(:error, '$.at', strftime('%Y-%m-%dT%H:%M:%fZ', 'now'))),
+    :payload, :body, :headers, :payload_hash, :handler, :host, :duration_ms, :occurred_at,
+    strftime('%Y-%m-%dT%H:%M:%fZ', 'now', :delay || ' seconds'), :stream, :position, :depends_on)
+ON CONFLICT (identity) DO UPDATE
+SET state = excluded.state, attempts = onceward_records.attempts + :counted,
+    started = onceward_records.started - :unmark,
+    errors = json_insert(
+        CASE WHEN json_array_length(onceward_records.errors) >= 10
+             THEN json_remove(onceward_records.errors, '$[0]')
+             ELSE coalesce(onceward_records.errors, '[]') END,
+        '$[#]', json_extract(excluded.errors, '$[0]')),
+    payload = excluded.payload, body = excluded.body, headers = excluded.headers,
+    payload_hash = excluded.payload_hash, origin = excluded.origin, handler = excluded.handler,
+    host = excluded.host, duration_ms = excluded.duration_ms, processed_at = NULL,
+    next_try_at = excluded.next_try_at
+WHERE instr(',' || :from_states || ',', ',' || onceward_records.state || ',')
+RETURNING *
+
+-- name: discard
+UPDATE onceward_records SET state = 'discarded', payload = NULL, body = NULL, headers = NULL
+WHERE identity = :identity AND state = 'dead'
+
+-- name: schema_version
+SELECT coalesce(max(version), 0) AS version FROM onceward_schema
+
+-- name: schema_table
+CREATE TABLE IF NOT EXISTS onceward_schema (
+    version INTEGER PRIMARY KEY, name TEXT NOT NULL,
+    applied_at TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%fZ', 'now')))
+
+-- name: schema_applied
+INSERT INTO onceward_schema (version, name) VALUES (:version, :name)
+
+-- BEGIN IMMEDIATE already holds the write lock.
+-- name: schema_lock
+SELECT 1

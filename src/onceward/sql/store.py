@@ -1,0 +1,200 @@
+"""SqlStore: the store protocol over any driver and dialect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+from onceward.identity import Identity
+from onceward.message import Position
+from onceward.record import Change, Failure, Record, State, from_states
+from onceward.shield import finish
+from onceward.sql import verbs
+from onceward.sql.dialect import DIALECTS, migrations, quoted
+from onceward.sql.driver import Driver, Session
+from onceward.sql.plan import Plan, inlined, run
+from onceward.store import Begin, Features, Found
+
+Tx = TypeVar("Tx")
+T = TypeVar("T")
+
+
+class SqlStore(Generic[Tx]):
+    """Opened once for each inbox that shares it; the last to close it closes the driver."""
+
+    def __init__(self, driver: Driver[Tx]) -> None:
+        self._driver = driver
+        self._users = 0
+        self._opening = asyncio.Lock()
+
+    @property
+    def features(self) -> Features:
+        return self._driver.features
+
+    async def open(self) -> None:
+        async with self._opening:
+            if self._users == 0:
+                await self._open()
+            self._users += 1
+
+    async def _open(self) -> None:
+        try:
+            await self._driver.open()
+            if self.features.automatic_setup:
+                await self._migrate()
+            async with self._driver.session(wait=30.0) as session:
+                await _transaction(session, verbs.check_version(self._driver.dialect))
+        except BaseException:
+            await finish(self._driver.close())
+            raise
+
+    async def close(self) -> None:
+        async with self._opening:
+            if self._users == 1:
+                await finish(self._driver.close())
+            self._users = max(0, self._users - 1)
+
+    async def setup(self) -> None:
+        """Make or upgrade the tables. Safe with many instances starting at once; the store need not be open."""
+        async with self._opening:
+            if self._users:
+                await self._migrate()
+                return
+            try:
+                await self._driver.open()
+                await self._migrate()
+            finally:
+                await finish(self._driver.close())
+
+    async def _migrate(self) -> None:
+        dialect = self._driver.dialect
+        async with self._driver.session(wait=30.0) as session:
+            try:
+                await session.begin()
+                if dialect.schema is not None:
+                    await session.script(f"CREATE SCHEMA IF NOT EXISTS {quoted(dialect.schema)}")
+                for migration in await run(verbs.pending_migrations(dialect), session.execute):
+                    await session.script(_placed(dialect.schema) + migration.sql)
+                    await run(verbs.migrated(dialect, migration), session.execute)
+                await session.commit()
+            finally:
+                await session.rollback()
+
+    @asynccontextmanager
+    async def unit(
+        self, *, begin: Begin[Tx] | None = None, wait: float = 5.0, read_only: bool = False
+    ) -> AsyncIterator[SqlUnit[Tx]]:
+        async with self._driver.session(wait=wait, read_only=read_only) as session:
+            unit = SqlUnit(self._driver, session, begin)
+            try:
+                yield unit
+            finally:
+                await unit.rollback()
+
+
+def schema(dialect: str) -> str:
+    """The whole schema as SQL text, as `onceward setup` would apply it."""
+    known = DIALECTS[dialect]()
+    parts = [f"{known('schema_table').sql};\n"]
+    for migration in migrations(dialect):
+        applied = verbs.migrated(known, migration)
+        parts.append(f"-- {migration.name}\n{migration.sql}\n{inlined(next(applied))};\n")
+    return "\n".join(parts)
+
+
+def _placed(schema: str | None) -> str:
+    return "" if schema is None else f"SET LOCAL search_path TO {quoted(schema)};\n"
+
+
+async def _transaction(session: Session[Any], plan: Plan[T]) -> T:
+    """A plan as a transaction of its own."""
+    try:
+        value = await run(plan, session.execute, first=session.begin)
+        await session.commit()
+        return value
+    finally:
+        await session.rollback()
+
+
+class SqlUnit(Generic[Tx]):
+    """See onceward.store.Unit."""
+
+    def __init__(self, driver: Driver[Tx], session: Session[Tx], begin: Begin[Tx] | None) -> None:
+        self._dialect = driver.dialect
+        self._session = session
+        self._begin = begin
+
+    @property
+    def tx(self) -> Tx:
+        return self._session.tx
+
+    @property
+    def lost(self) -> bool:
+        return self._session.lost
+
+    async def ended(self) -> bool:
+        return await self._session.ended()
+
+    def is_conflict(self, error: BaseException) -> bool:
+        return self._session.is_conflict(error)
+
+    async def claim(self, record: Record) -> Found | None:
+        return await self._start(verbs.claim(self._dialect, record))
+
+    async def take(self, found: Record, record: Record) -> bool:
+        return await self._say(verbs.take(self._dialect, found, record))
+
+    async def unmet(self, record: Record) -> Position | None:
+        return await self._say(verbs.unmet(self._dialect, record))
+
+    async def complete(self, record: Record) -> None:
+        await self._say(verbs.complete(self._dialect, record))
+
+    async def commit(self) -> None:
+        await self._session.commit()
+
+    async def rollback(self) -> None:
+        await self._session.rollback()
+
+    async def find(self, identity: Identity) -> Found | None:
+        return await self._alone(verbs.find(self._dialect, identity))
+
+    async def mark(self, found: Record | None, record: Record) -> bool:
+        return await self._alone(verbs.mark(self._dialect, found, record))
+
+    async def unmark(self, record: Record) -> None:
+        await self._alone(verbs.unmark(self._dialect, record))
+
+    async def fail(
+        self, record: Record, failure: Failure, state: State, delay: float | None, *, replayed: bool = False
+    ) -> Record | None:
+        over = (State.DEAD,) if replayed else from_states(Change.FAIL)
+        return await self._alone(verbs.fail(self._dialect, record, failure, state=state, over=over, delay=delay))
+
+    async def bury(self, record: Record, failure: Failure, *, over: tuple[State, ...]) -> Record | None:
+        return await self._alone(verbs.fail(self._dialect, record, failure, state=State.DEAD, over=over, counted=False))
+
+    async def discard(self, identity: Identity) -> bool:
+        return await self._alone(verbs.discard(self._dialect, identity))
+
+    async def _say(self, plan: Plan[T]) -> T:
+        return await run(plan, self._session.execute)
+
+    async def _start(self, plan: Plan[T]) -> T:
+        """Begin a transaction with this plan; the caller ends it."""
+        if self._begin is None:
+            return await run(plan, self._session.execute, first=self._session.begin)
+        await self._session.begin()
+        await self._begin(self._session.tx)
+        return await self._say(plan)
+
+    async def _alone(self, plan: Plan[T]) -> T:
+        """A transaction of its own, with `on_begin` in it: row-level security applies to our tables too."""
+        try:
+            value = await self._start(plan)
+            await self.commit()
+            return value
+        finally:
+            await self.rollback()

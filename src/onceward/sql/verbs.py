@@ -1,0 +1,239 @@
+"""The verbs of a unit as plans: which statements, in which order, and what their results mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from onceward import codec
+from onceward.errors import SchemaMissing, SchemaOutdated, SchemaTooNew
+from onceward.identity import Identity
+from onceward.message import Position
+from onceward.record import Change, Failure, Record, State, from_states
+from onceward.sql.dialect import Dialect, Migration, migrations
+from onceward.sql.plan import Plan
+from onceward.store import Found, InFlight
+
+
+def claim(dialect: Dialect, record: Record) -> Plan[Found | None]:
+    """The insert decides. Only when it did not insert do we look, and a look never answers "new"."""
+    inserted = yield dialect("claim", _params(dialect, record))
+    if inserted.changed == 1:
+        return None
+    found = yield from find(dialect, record.identity)
+    if found is None:
+        raise InFlight
+    return found
+
+
+def find(dialect: Dialect, identity: Identity) -> Plan[Found | None]:
+    result = yield dialect("find", _identity(dialect, identity))
+    if not result.rows:
+        return None
+    row = result.rows[0]
+    return Found(record_of(row), moment_of(row["now"]))
+
+
+def take(dialect: Dialect, found: Record, record: Record) -> Plan[bool]:
+    params = _params(dialect, record) | _was(found) | {"unmark": record.started}
+    taken = yield dialect("take", params)
+    return taken.changed == 1
+
+
+def unmet(dialect: Dialect, record: Record) -> Plan[Position | None]:
+    for needed in record.depends_on:
+        done = yield dialect(
+            "position_done",
+            {
+                "consumer": record.consumer,
+                "tenant": needed.tenant or record.tenant,
+                "stream": needed.stream,
+                "position": needed.position,
+            },
+        )
+        if not done.rows:
+            return needed
+    return None
+
+
+def complete(dialect: Dialect, record: Record) -> Plan[None]:
+    yield dialect("complete", _params(dialect, record))
+
+
+def mark(dialect: Dialect, found: Record | None, record: Record) -> Plan[bool]:
+    was = _was(found) if found else {"was_attempts": 0, "was_started": 0}
+    params = _params(dialect, record) | was | {"from_states": _joined(from_states(Change.START))}
+    marked = yield dialect("mark", params)
+    return marked.changed == 1
+
+
+def unmark(dialect: Dialect, record: Record) -> Plan[None]:
+    yield dialect("unmark", _identity(dialect, record.identity))
+
+
+def fail(
+    dialect: Dialect,
+    record: Record,
+    failure: Failure,
+    *,
+    state: State,
+    over: tuple[State, ...],
+    delay: float | None = None,
+    counted: bool = True,
+) -> Plan[Record | None]:
+    """Keep a failure, unless the record is meanwhile in a state that this must not overwrite."""
+    result = yield dialect(
+        "fail",
+        _params(dialect, record)
+        | {
+            "state": state.value,
+            "error": codec.encode(failure, "error").decode(),
+            "delay": None if delay is None else round(delay, 3),
+            "counted": int(counted),
+            "unmark": record.started,
+            "from_states": _joined(over),
+        },
+    )
+    return record_of(result.rows[0]) if result.rows else None
+
+
+def discard(dialect: Dialect, identity: Identity) -> Plan[bool]:
+    discarded = yield dialect("discard", _identity(dialect, identity))
+    return discarded.changed == 1
+
+
+def version(dialect: Dialect) -> Plan[int]:
+    result = yield dialect("schema_version")
+    found: int = result.rows[0]["version"]
+    return found
+
+
+def check_version(dialect: Dialect) -> Plan[None]:
+    found = yield from version(dialect)
+    wanted = migrations(dialect.name)[-1].version
+    if found == 0:
+        raise SchemaMissing
+    if found < wanted:
+        raise SchemaOutdated(
+            f"the tables have version {found}, this onceward needs {wanted}. Run `onceward setup URL`.",
+            found=found, wanted=wanted,
+        )  # fmt: skip
+    if found > wanted:
+        raise SchemaTooNew(
+            f"the tables have version {found}, this onceward knows {wanted}. Upgrade the package.",
+            found=found, wanted=wanted,
+        )  # fmt: skip
+
+
+def pending_migrations(dialect: Dialect) -> Plan[list[Migration]]:
+    """Under a lock that lasts until the end of the transaction: what is still to be applied."""
+    yield dialect("schema_lock")
+    yield dialect("schema_table")
+    found = yield from version(dialect)
+    known = migrations(dialect.name)
+    if found > known[-1].version:
+        yield from check_version(dialect)
+    return [migration for migration in known if migration.version > found]
+
+
+def migrated(dialect: Dialect, migration: Migration) -> Plan[None]:
+    yield dialect("schema_applied", {"version": migration.version, "name": migration.name})
+
+
+# --- records and rows ---------------------------------------------------------------------------------------
+
+
+def _identity(dialect: Dialect, identity: Identity) -> dict[str, Any]:
+    return {"identity": dialect.identity(identity.digest)}
+
+
+def _was(found: Record) -> dict[str, Any]:
+    return {"was_state": found.state.value, "was_attempts": found.attempts, "was_started": found.started}
+
+
+def _joined(states: tuple[State, ...]) -> str:
+    return ",".join(state.value for state in states)
+
+
+def _params(dialect: Dialect, record: Record) -> dict[str, Any]:
+    identity = record.identity
+    return {
+        "identity": dialect.identity(identity.digest),
+        # The advisory lock of the identity: 8 of its 16 bytes, as a signed bigint.
+        "lock": int.from_bytes(identity.digest[:8], "big", signed=True),
+        "consumer": identity.consumer,
+        "tenant": identity.tenant,
+        "scope": identity.scope,
+        "key": identity.key,
+        "message_id": record.message_id,
+        "type": record.type,
+        "source": record.source,
+        "topic": record.topic,
+        "origin": record.origin,
+        "payload": _json(record.payload),
+        "body": record.body,
+        "headers": _json(record.headers or None),
+        "payload_hash": record.payload_hash,
+        "result": _json(record.result),
+        "extra": _json(record.extra),
+        "handler": record.handler,
+        "host": record.host,
+        "duration_ms": record.duration_ms,
+        "occurred_at": None if record.occurred_at is None else dialect.moment(record.occurred_at),
+        "stream": record.stream,
+        "position": record.position,
+        "depends_on": _json(record.depends_on or None),
+    }
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else codec.encode(value, "value").decode()
+
+
+def record_of(row: Mapping[str, Any]) -> Record:
+    return Record(
+        identity=Identity(row["consumer"], row["tenant"], row["scope"], row["key"]),
+        message_id=row["message_id"],
+        type=row["type"],
+        source=row["source"],
+        topic=row["topic"],
+        origin=row["origin"],
+        state=State(row["state"]),
+        attempts=row["attempts"],
+        started=row["started"],
+        errors=_loaded(row["errors"], tuple[Failure, ...]) or (),
+        result=_loaded(row["result"]),
+        payload=_loaded(row["payload"]),
+        body=row["body"],
+        headers=_loaded(row["headers"]) or {},
+        payload_hash=row["payload_hash"],
+        extra=_loaded(row["extra"]),
+        handler=row["handler"],
+        host=row["host"],
+        received_at=_moment_of(row["received_at"]),
+        processed_at=_moment_of(row["processed_at"]),
+        duration_ms=row["duration_ms"],
+        occurred_at=_moment_of(row["occurred_at"]),
+        expires_at=_moment_of(row["expires_at"]),
+        next_try_at=_moment_of(row["next_try_at"]),
+        stream=row["stream"],
+        position=row["position"],
+        depends_on=_loaded(row["depends_on"], tuple[Position, ...]) or (),
+        received_position=row["received_position"],
+        processed_position=row["processed_position"],
+    )
+
+
+def _loaded(text: str | None, wanted: Any = Any) -> Any:
+    return None if text is None else msgspec.json.decode(text, type=wanted)
+
+
+def moment_of(value: datetime | str) -> datetime:
+    return datetime.fromisoformat(value) if isinstance(value, str) else value
+
+
+def _moment_of(value: datetime | str | None) -> datetime | None:
+    return None if value is None else moment_of(value)

@@ -1,0 +1,138 @@
+"""The protocols a store fulfils, in the words of the domain. The core speaks these verbs and nothing else.
+
+A **unit** takes one message through one transaction on one connection. The order of calls is
+
+    claim, [take], handler, [complete], commit      or, when the handler raised,      rollback, fail
+
+`claim` inserts the record first, in the handler's transaction, and its row count decides: never look, then act.
+What is found on a conflict is judged by `onceward.record.decide`; taking over a failed record is a
+compare-and-set on (state, attempts, started).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from datetime import datetime
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from onceward.identity import Identity
+from onceward.message import Position
+from onceward.record import Failure, Record, State
+
+Tx = TypeVar("Tx")
+Tx_co = TypeVar("Tx_co", covariant=True)
+
+
+class Features(msgspec.Struct, frozen=True):
+    """What a store can do. The conformance suite asks here instead of having a copy per store."""
+
+    transactional: bool = True
+    """Effects written through tx are exactly once."""
+    concurrent_units: bool = True
+    """Several units of work can be open at the same time, so a message can be seen in flight."""
+    guards_pool: bool = False
+    """A handler that takes a second connection from the store's pool is noticed."""
+    automatic_setup: bool = False
+    """Opening the store makes or upgrades its tables."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """An existing record, and the database's time when it was read."""
+
+    record: Record
+    now: datetime
+
+
+class InFlight(Exception):
+    """A signal of the stores, never seen by users: another transaction has this identity right now."""
+
+
+class Conflict(Exception):
+    """A signal of the stores: the database asks to run the transaction again (40001, 40P01)."""
+
+
+class Unit(Protocol[Tx_co]):
+    """One message through one transaction."""
+
+    @property
+    def tx(self) -> Tx_co:
+        """What the handler writes through."""
+
+    @property
+    def lost(self) -> bool:
+        """The connection, and with it the transaction, is gone."""
+
+    async def claim(self, record: Record) -> Found | None:
+        """Begin, and insert the record. None: it is new and ours. InFlight: another transaction has it."""
+
+    async def take(self, found: Record, record: Record) -> bool:
+        """Turn the found record into ours, unless it has changed meanwhile or another runner has it."""
+
+    async def unmet(self, record: Record) -> Position | None:
+        """The first position the record depends on that this consumer has not processed yet."""
+
+    async def complete(self, record: Record) -> None:
+        """The closing write: result, extra and duration."""
+
+    async def commit(self) -> None:
+        """Commit, and prove it: CommitNotApplied, CommitUnknown or HandlerEndedTransaction otherwise."""
+
+    async def rollback(self) -> None:
+        """Undo everything since the claim. Safe to call at any time, also twice."""
+
+    async def ended(self) -> bool:
+        """Asked before the rollback of a failed run: did the handler end the transaction itself?"""
+
+    def is_conflict(self, error: BaseException) -> bool:
+        """A serialization failure or deadlock, which says nothing about the message."""
+
+    # Each of these is a transaction of its own, on the same connection, outside of the claim's.
+
+    async def find(self, identity: Identity) -> Found | None:
+        """The committed record."""
+
+    async def mark(self, found: Record | None, record: Record) -> bool:
+        """Commit a start mark. False: the record has changed, or another runner has it."""
+
+    async def unmark(self, record: Record) -> None:
+        """Take a start mark back: the run was interrupted, it did not crash."""
+
+    async def fail(
+        self, record: Record, failure: Failure, state: State, delay: float | None, *, replayed: bool = False
+    ) -> Record | None:
+        """Count and keep a failed attempt: state FAILED with a next try after `delay`, or DEAD.
+
+        None when the record is meanwhile somebody else's: it was processed, or another runner has it.
+        """
+
+    async def bury(self, record: Record, failure: Failure, *, over: tuple[State, ...]) -> Record | None:
+        """Make it a dead letter without counting an attempt, if it is new or in one of the states `over`."""
+
+    async def discard(self, identity: Identity) -> bool:
+        """DEAD -> DISCARDED."""
+
+
+Begin = Callable[[Tx], Awaitable[Any]]
+
+
+class Store(Protocol[Tx_co]):
+    """Where records live. Opened once per inbox that uses it; the last one to close it closes it."""
+
+    @property
+    def features(self) -> Features: ...
+
+    async def open(self) -> None:
+        """Connect, and check that the schema fits."""
+
+    async def close(self) -> None: ...
+
+    async def setup(self) -> None:
+        """Make or upgrade the tables, under a lock."""
+
+    def unit(
+        self, *, begin: Begin[Any] | None = None, wait: float = 5.0, read_only: bool = False
+    ) -> AbstractAsyncContextManager[Unit[Tx_co]]:
+        """A unit of work. `begin` runs first in each of its transactions; `wait` bounds waiting for a turn."""
