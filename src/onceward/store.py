@@ -35,6 +35,8 @@ class Features(msgspec.Struct, frozen=True):
     """Several units of work can be open at the same time, so a message can be seen in flight."""
     guards_pool: bool = False
     """A handler that takes a second connection from the store's pool is noticed."""
+    errors_abort: bool = False
+    """After an error of the database nothing but a rollback works, so a swallowed error cannot be committed."""
     automatic_setup: bool = False
     """Opening the store makes or upgrades its tables."""
 

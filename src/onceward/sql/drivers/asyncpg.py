@@ -146,7 +146,7 @@ class AsyncpgSession:
 
 
 class AsyncpgDriver:
-    features = Features(guards_pool=True)
+    features = Features(guards_pool=True, errors_abort=True)
 
     def __init__(
         self,

@@ -1,0 +1,13 @@
+"""For people who test with onceward, and for people who write a store.
+
+`StoreContract` is the conformance suite: subclass it, give it a `lab` fixture, and pytest runs every rule against your
+store. `PointStore` stops a run at a named point, to kill or cancel it there. It needs pytest.
+"""
+
+from onceward.testing.contract import StoreContract
+from onceward.testing.lab import Lab
+from onceward.testing.labs import PostgresLab, SqliteLab
+from onceward.testing.points import POINTS, PointStore
+from onceward.testing.proxy import Proxy
+
+__all__ = ["POINTS", "Lab", "PointStore", "PostgresLab", "Proxy", "SqliteLab", "StoreContract"]

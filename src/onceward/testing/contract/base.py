@@ -1,0 +1,30 @@
+"""What the parts of the suite share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from onceward.store import Features
+from onceward.testing.lab import Lab
+
+
+def needs(lab: Lab, feature: str) -> None:
+    """Leave a case out for a store that does not have the feature, visibly."""
+    features: Features = lab.store().features
+    has = getattr(features, feature, None)
+    if has is None:
+        has = getattr(lab, feature)
+    if not has:
+        pytest.skip(f"{type(lab).__name__} does not have {feature}")
+
+
+class Listener(list[Any]):
+    """Collects events."""
+
+    def __call__(self, event: Any) -> None:
+        self.append(event)
+
+    def names(self) -> list[str]:
+        return [type(event).__name__ for event in self]

@@ -1,0 +1,186 @@
+"""Bad input: its own clear error, nothing half-written, and the next message works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from onceward import InvalidMessage, Message, Verdict, keys
+from onceward.errors import (
+    InboxClosed,
+    InvalidHandler,
+    KeyInvalid,
+    KeyMissing,
+    OncewardError,
+    PayloadInvalid,
+    PayloadTooLarge,
+    SchemaMissing,
+    SchemaOutdated,
+    SchemaTooNew,
+    UsageError,
+)
+from onceward.outcome import verdict_of
+from onceward.testing.contract.base import needs
+from onceward.testing.lab import Lab, Recorder
+
+_deep: Any = []
+for _ in range(10_000):
+    _deep = [_deep]
+_circle: list[Any] = []
+_circle.append(_circle)
+
+BAD_MESSAGES: dict[str, tuple[dict[str, Any], type[OncewardError], str]] = {
+    "empty id": ({"id": ""}, InvalidMessage, "id is empty"),
+    "missing id": ({"id": None}, InvalidMessage, "id is missing"),
+    "id that is a number": ({"id": 17}, InvalidMessage, "int, not a string"),
+    "id that is bytes": ({"id": b"m"}, InvalidMessage, "bytes, not a string"),
+    "id of 10 kB": ({"id": "x" * 10_240}, InvalidMessage, "10240 bytes"),
+    "NUL in the id": ({"id": "a\0b"}, InvalidMessage, "NUL"),
+    "lone surrogate in the id": ({"id": "a\ud800"}, InvalidMessage, "surrogate"),
+    "missing type": ({"type": None}, InvalidMessage, "type is missing"),
+    "NUL in the type": ({"type": "a\0"}, InvalidMessage, "type contains a NUL"),
+    "position without sense": ({"stream": "s", "position": -1}, InvalidMessage, "position is -1"),
+    "payload of bytes": ({"payload": b"{}"}, InvalidMessage, "body="),
+    "NaN": ({"payload": {"amount": float("nan")}}, PayloadInvalid, "NaN"),
+    "Infinity": ({"payload": [None, float("inf")]}, PayloadInvalid, "Infinity"),
+    "lone surrogate": ({"payload": {"name": "\ud800"}}, PayloadInvalid, "surrogate"),
+    "depth 10,000": ({"payload": _deep}, PayloadInvalid, "too deep"),
+    "a circle": ({"payload": _circle}, PayloadInvalid, "too deep"),
+    "an object that is no JSON": ({"payload": {"x": object()}}, PayloadInvalid, "JSON"),
+    "20 MB": ({"payload": "x" * 20_000_000}, PayloadTooLarge, "16777216 are allowed"),
+    "20 MB of bytes": ({"payload": None, "body": b"x" * 20_000_000}, PayloadTooLarge, "16777216 are allowed"),
+}
+
+BAD_KEYS: dict[str, tuple[Any, type[OncewardError], str]] = {
+    "missing": (keys.field("order.id"), KeyMissing, "'order.id' is missing"),
+    "null": (keys.field("nothing"), KeyMissing, "'nothing' is missing"),
+    "empty": (keys.field("empty"), KeyMissing, "'empty' is empty"),
+    "list": (keys.field("list"), KeyInvalid, "list"),
+    "object": (keys.fields("amount", "nested"), KeyInvalid, "dict"),
+    "function gives None": (lambda _message: None, KeyInvalid, "NoneType"),
+    "function gives nothing": (lambda _message: "", KeyMissing, "empty"),
+    "too long": (lambda _message: "x" * 9000, KeyInvalid, "9000 bytes"),
+    "NUL": (lambda _message: "a\0", KeyInvalid, "NUL"),
+    "no stream": (keys.stream_position, KeyMissing, "stream"),
+    "no version": (keys.aggregate_version, KeyMissing, "stream"),
+}
+
+
+async def _too_many(message: Any, tx: Any, more: Any) -> None: ...
+async def _none() -> None: ...
+async def _keyword(message: Any, *, tx: Any) -> None: ...
+
+
+class InputContract:
+    @pytest.mark.parametrize("name", BAD_MESSAGES)
+    async def test_a_message_that_cannot_be_kept_is_refused(self, lab: Lab, name: str) -> None:
+        fields, error, text = BAD_MESSAGES[name]
+        inbox, handler = await lab.inbox(), Recorder(lab)
+        with pytest.raises(error, match=text) as caught:
+            await inbox.process(Message(**{"id": "m", "type": "order.paid", "payload": 1} | fields), handler)
+        assert verdict_of(caught.value) is Verdict.REJECT
+        assert handler.runs == []
+        assert await lab.query("SELECT 1 FROM onceward_records") == []
+        assert (await inbox.process(lab.message(), handler)).processed
+
+    @pytest.mark.parametrize("name", BAD_KEYS)
+    async def test_a_key_that_cannot_be_used_is_refused(self, lab: Lab, name: str) -> None:
+        strategy, error, text = BAD_KEYS[name]
+        payload = {"amount": 7, "nothing": None, "empty": "", "list": [1], "nested": {"a": 1}, "id": "x"}
+        inbox, handler = await lab.inbox(key=strategy), Recorder(lab)
+        with pytest.raises(error, match=text):
+            await inbox.process(lab.message(payload=payload), handler)
+        assert handler.runs == []
+        assert await lab.query("SELECT 1 FROM onceward_records") == []
+        assert (await (await lab.inbox()).process(lab.message(), handler)).processed
+
+    @pytest.mark.parametrize("handler", [17, "charge", _too_many, _none, _keyword])
+    async def test_a_handler_that_cannot_be_called_is_refused(self, lab: Lab, handler: Any) -> None:
+        inbox, message = await lab.inbox(), lab.message()
+        with pytest.raises(InvalidHandler, match=r"callable|called"):
+            await inbox.process(message, handler)
+        with pytest.raises(InvalidHandler):
+            inbox.handler("order.paid")(handler)
+        assert await inbox.get_record(message) is None
+
+    async def test_strange_but_valid_payloads_come_back_to_the_letter(self, lab: Lab) -> None:
+        payloads: list[Any] = [
+            None, True, 0, -1, 1.5, 2**53 + 1, 2**63 - 1, "", "a\0b", "\u2028 \x7f é 😀",
+            [], {}, {"": {"": []}}, [None],
+            {"nested": [1, "2", {"three": 3.0}]}, "null", "x" * 100_000,
+        ]  # fmt: skip
+        inbox = await lab.inbox()
+        for payload in payloads:
+            message = lab.message(payload=payload, headers={"h": "a\0é"})
+            with pytest.raises(ValueError, match="keep it"):
+                await inbox.process(message, Recorder(lab, error=ValueError("keep it")))
+            record = await inbox.get_record(message)
+            assert record is not None
+            assert record.payload == payload
+            assert record.headers == {"h": "a\0é"}
+            assert not (await inbox.process(message, Recorder(lab))).mismatch
+
+    async def test_a_body_is_kept_to_the_byte(self, lab: Lab) -> None:
+        inbox, body = await lab.inbox(), bytes(range(256))
+        message = lab.message(payload=None, body=body)
+        with pytest.raises(ValueError, match="keep it"):
+            await inbox.process(message, Recorder(lab, error=ValueError("keep it")))
+        record = await inbox.get_record(message)
+        assert record is not None
+        assert record.body == body
+
+    async def test_a_result_that_is_no_json_fails_the_message(self, lab: Lab) -> None:
+        async def odd(message: Message[Any], tx: Any) -> Any:
+            await lab.write(tx, message.id)
+            return object()
+
+        inbox, message = await lab.inbox(), lab.message()
+        with pytest.raises(PayloadInvalid, match="result"):
+            await inbox.process(message, odd)
+        assert await lab.effects() == []
+        assert (await inbox.process(message, Recorder(lab))).processed
+
+    async def test_an_inbox_that_is_not_open_says_so(self, lab: Lab) -> None:
+        inbox = await lab.inbox()
+        await inbox.close()
+        with pytest.raises(InboxClosed, match="async with"):
+            await inbox.process(lab.message(), Recorder(lab))
+        with pytest.raises(InboxClosed):
+            await inbox.get_record(lab.message())
+
+    async def test_something_that_is_no_message_is_refused(self, lab: Lab) -> None:
+        inbox: Any = await lab.inbox()
+        with pytest.raises(UsageError, match="takes a Message"):
+            await inbox.process({"id": "m"}, Recorder(lab))
+
+    async def test_a_newer_schema_is_refused(self, lab: Lab) -> None:
+        await lab.query("INSERT INTO onceward_schema (version, name) VALUES (9999, 'from the future')")
+        with pytest.raises(SchemaTooNew, match="Upgrade the package"):
+            await lab.inbox()
+        with pytest.raises(SchemaTooNew):
+            await lab.store().setup()
+
+    async def test_an_older_schema_is_upgraded_or_refused(self, lab: Lab) -> None:
+        await lab.query("DROP TABLE onceward_records")
+        await lab.query("UPDATE onceward_schema SET version = -1")
+        if lab.store().features.automatic_setup:
+            assert (await (await lab.inbox()).process(lab.message(), Recorder(lab))).processed
+            return
+        with pytest.raises(SchemaOutdated, match="onceward setup"):
+            await lab.inbox()
+        await lab.query("DROP FUNCTION onceward_id")
+        await lab.store().setup()
+        assert (await (await lab.inbox()).process(lab.message(), Recorder(lab))).processed
+
+    async def test_a_missing_schema_says_what_to_run(self, lab: Lab) -> None:
+        needs(lab, "network")
+        await lab.query("DROP TABLE onceward_schema")
+        with pytest.raises(SchemaMissing, match="onceward setup"):
+            await lab.inbox()
+
+    async def test_a_table_that_vanishes_says_what_to_run(self, lab: Lab) -> None:
+        inbox = await lab.inbox()
+        await lab.query("DROP TABLE onceward_records")
+        with pytest.raises(SchemaMissing, match="onceward setup"):
+            await inbox.process(lab.message(), Recorder(lab))

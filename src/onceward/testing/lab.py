@@ -1,0 +1,106 @@
+"""A lab: one database under test, as the conformance suite needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from abc import ABC, abstractmethod
+from contextlib import AsyncExitStack
+from itertools import count
+from typing import Any
+
+from onceward.inbox import Inbox
+from onceward.message import Message
+from onceward.store import Store
+from onceward.testing.points import PointStore, Reached
+
+
+class Lab(ABC):
+    """Effects are rows of the table `effects`, written through a handler's tx and read on another connection."""
+
+    url: str
+    """For child processes: `Inbox.connect(url)` must reach the same database."""
+    multiple_statements = False
+    """A handler can send several statements at once, as in "COMMIT; BEGIN"."""
+    network = False
+    """The database is behind a connection that can be cut: `store_behind(port)` and `address` work."""
+    address: tuple[str, int] = ("127.0.0.1", 0)
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self.stack = AsyncExitStack()
+
+    @abstractmethod
+    def store(self, **options: Any) -> Store[Any]:
+        """A new store on the same database, with connections of its own."""
+
+    def store_behind(self, port: int) -> Store[Any]:
+        """A new store whose connections go through a proxy on this port."""
+        raise NotImplementedError
+
+    @abstractmethod
+    async def query(self, sql: str) -> list[tuple[Any, ...]]:
+        """Run SQL on a connection that has nothing to do with the store."""
+
+    async def write(self, tx: Any, effect: str) -> None:
+        """The effect of a handler."""
+        await tx.execute("INSERT INTO effects VALUES ($1)", effect)
+
+    async def effects(self) -> list[str]:
+        return [row[0] for row in await self.query("SELECT what FROM effects ORDER BY what")]
+
+    async def set_up(self) -> None:
+        await self.store().setup()
+        await self.query("CREATE TABLE effects (what text)")
+
+    async def inbox(self, *, reached: Reached | None = None, store: Any = None, **options: Any) -> Inbox[Any]:
+        """An open inbox with a store of its own, closed at the end of the test."""
+        store = store or self.store()
+        if reached is not None:
+            store = PointStore(store, reached)
+        return await self.stack.enter_async_context(Inbox(store, **{"consumer": "billing"} | options))
+
+    def message(self, id: str | None = None, **fields: Any) -> Message[Any]:  # noqa: A002 - as in Message
+        return Message(id or f"m-{next(self._numbers)}", **{"type": "order.paid", "payload": {"amount": 7}} | fields)
+
+    async def child(self, **job: Any) -> tuple[int, list[Any]]:
+        """Run a job of onceward.testing.child in a process of its own. Its exit code, and what it reported."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "onceward.testing.child", json.dumps({"url": self.url} | job),
+            stdout=asyncio.subprocess.PIPE, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+        )  # fmt: skip
+        out, _ = await process.communicate()
+        return process.returncode or 0, [json.loads(line) for line in out.splitlines()]
+
+
+class Recorder:
+    """A handler that writes one effect, and remembers that it ran."""
+
+    def __init__(self, lab: Lab, *, error: BaseException | None = None) -> None:
+        self.lab = lab
+        self.error = error
+        self.runs: list[str] = []
+
+    async def __call__(self, message: Message[Any], tx: Any) -> dict[str, str]:
+        self.runs.append(message.id)
+        await self.lab.write(tx, message.id)
+        if self.error is not None:
+            raise self.error
+        return {"charged": message.id}
+
+
+class Gate(Recorder):
+    """A handler that says when it has started, and waits to be let go."""
+
+    def __init__(self, lab: Lab) -> None:
+        super().__init__(lab)
+        self.started = asyncio.Event()
+        self.go = asyncio.Event()
+
+    async def __call__(self, message: Message[Any], tx: Any) -> dict[str, str]:
+        result = await super().__call__(message, tx)
+        self.started.set()
+        await self.go.wait()
+        return result

@@ -1,0 +1,60 @@
+"""Labs for the stores that come with onceward."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from onceward.sqlite import SqliteStore
+from onceward.store import Store
+from onceward.testing.lab import Lab
+
+
+class SqliteLab(Lab):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.url = f"sqlite:///{path}"
+
+    def store(self, **options: Any) -> Store[Any]:
+        return SqliteStore(self.path, **options)
+
+    async def query(self, sql: str) -> list[tuple[Any, ...]]:
+        with closing(sqlite3.connect(self.path, timeout=10, isolation_level=None)) as connection:
+            return connection.execute(sql).fetchall()
+
+
+class PostgresLab(Lab):
+    """On an empty database of its own."""
+
+    multiple_statements = True
+    network = True
+
+    def __init__(self, dsn: str) -> None:
+        super().__init__()
+        self.url = dsn
+        parts = urlsplit(dsn)
+        self.address = (parts.hostname or "127.0.0.1", parts.port or 5432)
+
+    def store(self, **options: Any) -> Store[Any]:
+        from onceward.asyncpg import AsyncpgStore  # noqa: PLC0415 - an extra
+
+        return AsyncpgStore(self.url, **options)
+
+    def store_behind(self, port: int) -> Store[Any]:
+        from onceward.asyncpg import AsyncpgStore  # noqa: PLC0415
+
+        behind = self.url.replace(f":{self.address[1]}/", f":{port}/").replace(self.address[0], "127.0.0.1")
+        return AsyncpgStore(behind, max_size=2)
+
+    async def query(self, sql: str) -> list[tuple[Any, ...]]:
+        import asyncpg  # noqa: PLC0415
+
+        connection = await asyncpg.connect(self.url)
+        try:
+            return [tuple(row) for row in await connection.fetch(sql)]
+        finally:
+            await connection.close()

@@ -1,0 +1,47 @@
+"""Crash points: a store that calls you at named points of a unit of work, to kill, cancel or wait there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+POINTS = ("before claim", "after claim", "before commit", "after commit", "before fail", "after fail")
+"""Between "after claim" and "before commit" lies the handler, which can stop where it likes."""
+
+Reached = Callable[[str], Awaitable[None]]
+
+
+class PointStore:
+    """Any store, with `reached(point)` awaited at each point."""
+
+    def __init__(self, store: Any, reached: Reached) -> None:
+        self._store = store
+        self._reached = reached
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    @asynccontextmanager
+    async def unit(self, **options: Any) -> AsyncIterator[_PointUnit]:
+        async with self._store.unit(**options) as unit:
+            yield _PointUnit(unit, self._reached)
+
+
+class _PointUnit:
+    def __init__(self, unit: Any, reached: Reached) -> None:
+        self._unit = unit
+        self._reached = reached
+
+    def __getattr__(self, name: str) -> Any:
+        verb = getattr(self._unit, name)
+        if f"before {name}" not in POINTS:
+            return verb
+
+        async def pointed(*args: Any, **options: Any) -> Any:
+            await self._reached(f"before {name}")
+            value = await verb(*args, **options)
+            await self._reached(f"after {name}")
+            return value
+
+        return pointed
