@@ -48,6 +48,9 @@ class Lab(ABC):
         """The effect of a handler."""
         await tx.execute("INSERT INTO effects VALUES ($1)", effect)
 
+    async def slow_commits(self) -> None:
+        """Make a COMMIT take a moment, where the database can, so that something can happen meanwhile."""
+
     async def effects(self) -> list[str]:
         return [row[0] for row in await self.query("SELECT what FROM effects ORDER BY what")]
 

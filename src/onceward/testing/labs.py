@@ -50,6 +50,15 @@ class PostgresLab(Lab):
         behind = self.url.replace(f":{self.address[1]}/", f":{port}/").replace(self.address[0], "127.0.0.1")
         return AsyncpgStore(behind, max_size=2)
 
+    async def slow_commits(self) -> None:
+        await self.query(
+            "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(0.2); RETURN NULL; END'"
+        )
+        await self.query(
+            "CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED "
+            "FOR EACH ROW EXECUTE FUNCTION slow()"
+        )
+
     async def query(self, sql: str) -> list[tuple[Any, ...]]:
         import asyncpg  # noqa: PLC0415
 

@@ -230,6 +230,7 @@ class FailureContract:
             if point == "before commit":
                 task.cancel()
 
+        await lab.slow_commits()
         inbox, handler, message = await lab.inbox(reached=reached), Recorder(lab), lab.message()
         task: asyncio.Task[Any] = asyncio.ensure_future(inbox.process(message, handler))
         with pytest.raises(asyncio.CancelledError):

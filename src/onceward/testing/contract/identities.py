@@ -78,6 +78,7 @@ class IdentityContract:
             ("x" * 2000 + "1", "x" * 2000 + "2"),
             ("'; DROP TABLE onceward_records; --", "''; DROP TABLE onceward_records; --"),
             ("a\\'b", "a'b"),
+            ("a'b", "a`b"),
             ("%s", ":id"),
             ("$1", "?"),
             ("\U0001f600", "\U0001f601"),

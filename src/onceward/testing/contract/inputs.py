@@ -67,6 +67,11 @@ BAD_KEYS: dict[str, tuple[Any, type[OncewardError], str]] = {
 }
 
 
+def _message(**fields: Any) -> Message[Any]:
+    defaults: dict[str, Any] = {"id": "m", "type": "order.paid", "payload": 1}
+    return Message(**defaults | fields)
+
+
 async def _too_many(message: Any, tx: Any, more: Any) -> None: ...
 async def _none() -> None: ...
 async def _keyword(message: Any, *, tx: Any) -> None: ...
@@ -78,7 +83,7 @@ class InputContract:
         fields, error, text = BAD_MESSAGES[name]
         inbox, handler = await lab.inbox(), Recorder(lab)
         with pytest.raises(error, match=text) as caught:
-            await inbox.process(Message(**{"id": "m", "type": "order.paid", "payload": 1} | fields), handler)
+            await inbox.process(_message(**fields), handler)
         assert verdict_of(caught.value) is Verdict.REJECT
         assert handler.runs == []
         assert await lab.query("SELECT 1 FROM onceward_records") == []

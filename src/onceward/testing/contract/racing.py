@@ -82,9 +82,10 @@ class RacingContract:
         first = asyncio.ensure_future(one.process(message, gate))
         await gate.started.wait()
         waiting = [asyncio.ensure_future(two.process(message, Recorder(lab))) for _ in range(5)]
-        for _ in range(20):
-            outcome = await asyncio.wait_for(two.process(lab.message(), Recorder(lab)), 5)
-            assert outcome.processed
+        others = asyncio.gather(*(two.process(lab.message(), Recorder(lab)) for _ in range(20)))
+        await asyncio.wait([others], timeout=5)
+        assert others.done(), "the one connection of the pool is free while five wait"
+        assert all(outcome.processed for outcome in await others)
         assert not any(task.done() for task in waiting)
         gate.go.set()
         assert (await first).processed

@@ -1,0 +1,341 @@
+"""Wrong variants, kept as data. Each is a mistake an inbox can make, and names the test that must catch it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from onceward import attempt, codec, identity, inbox
+from onceward.errors import TryLater
+from onceward.identity import Identity
+from onceward.inbox import Inbox
+from onceward.outcome import Kind, Outcome
+from onceward.record import Record, State
+from onceward.sql import plan, verbs
+from onceward.sql.drivers import asyncpg as asyncpg_driver
+from onceward.sql.drivers.asyncpg import AsyncpgSession
+from onceward.sql.drivers.sqlite import SqliteSession
+from onceward.sql.store import SqlUnit
+from onceward.store import Conflict, Found, InFlight
+
+SQLITE, POSTGRES = "sqlite_lab", "postgres_lab"
+BOTH = (SQLITE, POSTGRES)
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    apply: Patch
+    caught_by: str
+    params: dict[str, Any] = field(default_factory=dict)
+    on: tuple[str, ...] = BOTH
+
+
+def claim_after_the_effect(patch: pytest.MonkeyPatch) -> None:
+    async def claim(self: SqlUnit[Any], record: Record) -> Found | None:
+        self.late = record  # type: ignore[attr-defined]
+        await self._session.begin()
+        return None
+
+    async def commit(self: SqlUnit[Any]) -> None:
+        late = getattr(self, "late", None)
+        if late is not None:
+            await self._say(verbs.claim(self._dialect, late))
+        await self._session.commit()
+
+    patch.setattr(SqlUnit, "claim", claim)
+    patch.setattr(SqlUnit, "commit", commit)
+
+
+def check_then_act(patch: pytest.MonkeyPatch) -> None:
+    async def claim(self: SqlUnit[Any], record: Record) -> Found | None:
+        await self._session.begin()
+        found = await self._say(verbs.find(self._dialect, record.identity))
+        self.late = None if found else record  # type: ignore[attr-defined]
+        return found
+
+    async def commit(self: SqlUnit[Any]) -> None:
+        late = getattr(self, "late", None)
+        if late is not None:
+            params = verbs._params(self._dialect, late)
+            sql = self._dialect("claim", params).sql.replace("WHERE pg_try_advisory_xact_lock(:lock::bigint)", "")
+            await self._session.execute(plan.Statement(sql, params))
+        await self._session.commit()
+
+    patch.setattr(SqlUnit, "claim", claim)
+    patch.setattr(SqlUnit, "commit", commit)
+
+
+def row_count_ignored(patch: pytest.MonkeyPatch) -> None:
+    async def claim(self: SqlUnit[Any], record: Record) -> Found | None:
+        await self._session.begin(self._dialect("claim", verbs._params(self._dialect, record)))
+        return None
+
+    patch.setattr(SqlUnit, "claim", claim)
+
+
+def attempt_in_the_same_transaction(patch: pytest.MonkeyPatch) -> None:
+    async def fail(self: SqlUnit[Any], record: Record, failure: Any, state: State, delay: Any, **_: Any) -> Any:
+        over = (State.FAILED, State.RUNNING)
+        await self._session.begin()
+        kept = await self._say(verbs.fail(self._dialect, record, failure, state=state, over=over, delay=delay))
+        await self._session.rollback()  # as the rollback of the work does, when both share a transaction
+        return kept
+
+    patch.setattr(SqlUnit, "fail", fail)
+
+
+def identity_without(part: int) -> Patch:
+    original = identity.digest
+
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(identity, "digest", lambda *parts: original(*parts[:part], *parts[part + 1 :]))
+
+    return apply
+
+
+def parts_joined_by_a_separator(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("onceward.keys._json", lambda value: ":".join(map(str, value)) if isinstance(value, list) else value)
+
+
+def return_instead_of_try_later(patch: pytest.MonkeyPatch) -> None:
+    original = Inbox._settle
+
+    async def settle(self: Inbox[Any], work: Any) -> Outcome[Any]:
+        try:
+            return await original(self, work)
+        except TryLater:
+            return Outcome(Kind.DUPLICATE)
+
+    patch.setattr(Inbox, "_settle", settle)
+
+
+def acknowledge_a_rolled_back_commit(patch: pytest.MonkeyPatch) -> None:
+    async def commit(self: AsyncpgSession) -> None:
+        await self._connection.execute("COMMIT")  # answers ROLLBACK, and nobody looks
+
+    patch.setattr(AsyncpgSession, "_commit", commit)
+
+
+def no_payload_check_in_the_cache(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(inbox, "is_mismatch", lambda *_: False)
+
+
+def no_payload_check_in_the_store(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attempt, "is_mismatch", lambda *_: False)
+
+
+def commit_without_the_token(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AsyncpgSession, "_token_stands", lambda _self: "true")
+
+
+def commit_that_can_be_cancelled(patch: pytest.MonkeyPatch) -> None:
+    async def directly(work: Any) -> Any:
+        return await work
+
+    patch.setattr(asyncpg_driver, "finish", directly)
+
+
+def a_deadlock_burns_an_attempt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SqlUnit, "is_conflict", lambda *_: False)
+
+
+def a_failure_overwrites_a_success(patch: pytest.MonkeyPatch) -> None:
+    original = verbs.fail
+    patch.setattr(verbs, "fail", lambda *args, **options: original(*args, **options | {"over": tuple(State)}))
+
+
+def starts_are_not_marked(patch: pytest.MonkeyPatch) -> None:
+    async def mark(*_: Any) -> bool:
+        return True
+
+    async def unmarked(unit: Any, work: Any) -> Any:
+        return await original(unit, attempt.msgspec.structs.replace(work, redelivered=False))
+
+    original = attempt.attempt
+    patch.setattr(inbox, "attempt", unmarked)
+
+
+def an_interrupted_run_counts_as_a_crash(patch: pytest.MonkeyPatch) -> None:
+    async def unmark(*_: Any) -> None: ...
+
+    patch.setattr(SqlUnit, "unmark", unmark)
+
+
+def a_wait_that_holds_its_connection(patch: pytest.MonkeyPatch) -> None:
+    async def holding(unit: Any, work: Any) -> Any:
+        while True:
+            try:
+                return await original(unit, work)
+            except InFlight:
+                await unit.rollback()
+                await asyncio.sleep(0.01)
+
+    original = attempt.attempt
+    patch.setattr(inbox, "attempt", holding)
+
+
+def quotes_are_not_doubled(patch: pytest.MonkeyPatch) -> None:
+    original = plan.literal
+    patch.setattr(plan, "literal", lambda v: f"'{v.replace(chr(39), '`')}'" if type(v) is str else original(v))
+
+
+def nan_is_null(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(codec, "_has_nan", lambda _value: False)
+
+
+def a_read_only_answer_is_new(patch: pytest.MonkeyPatch) -> None:
+    """In flight elsewhere, and taken for new."""
+
+    async def claim(self: SqlUnit[Any], record: Record) -> Found | None:
+        try:
+            return await original(self, record)
+        except InFlight:
+            return None
+
+    original = SqlUnit.claim
+    patch.setattr(SqlUnit, "claim", claim)
+
+
+def the_handler_may_end_the_transaction(patch: pytest.MonkeyPatch) -> None:
+    async def commit(self: SqliteSession) -> None:
+        self._ended = False
+        await original(self)
+
+    original = SqliteSession.commit
+    patch.setattr(SqliteSession, "commit", commit)
+
+
+def conflicts_are_never_run_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(inbox, "CONFLICTS", 1)
+    _ = Conflict
+
+
+def a_topic_in_the_scope(patch: pytest.MonkeyPatch) -> None:
+    original = Inbox.identity_of
+
+    def identity_of(self: Inbox[Any], message: Any, **options: Any) -> Identity:
+        found = original(self, message, **options)
+        return Identity(found.consumer, found.tenant, found.scope + message.topic, found.key)
+
+    patch.setattr(Inbox, "identity_of", identity_of)
+
+
+MUTANTS = [
+    Mutant("claim after the effect", claim_after_the_effect, "test_the_claim_is_there_before_the_handler_runs"),
+    Mutant("claim after the effect", claim_after_the_effect, "test_a_duplicate_is_known_to_another_instance"),
+    Mutant("check-then-act", check_then_act, "test_pairs_that_start_together_run_once", on=(POSTGRES,)),
+    Mutant("check-then-act", check_then_act, "test_the_claim_is_there_before_the_handler_runs"),
+    Mutant("ignored row count", row_count_ignored, "test_a_duplicate_is_known_to_another_instance"),
+    Mutant(
+        "attempt in the same transaction",
+        attempt_in_the_same_transaction,
+        "test_a_failed_handler_leaves_no_effect_and_its_attempt_is_kept",
+    ),
+    Mutant("identity without consumer", identity_without(0), "test_two_consumers_both_process_the_same_message"),
+    Mutant("identity without tenant", identity_without(1), "test_two_tenants_may_use_the_same_message_id"),
+    Mutant("identity without scope", identity_without(2), "test_two_types_may_use_the_same_business_key"),
+    Mutant("identity without scope", identity_without(2), "test_two_sources_may_use_the_same_message_id"),
+    Mutant(
+        "identity with topic",
+        a_topic_in_the_scope,
+        "test_a_message_that_comes_back_through_another_topic_is_the_same",
+    ),
+    Mutant("composite keys joined", parts_joined_by_a_separator, "test_composite_keys_never_collide"),
+    Mutant(
+        "return instead of TryLater",
+        return_instead_of_try_later,
+        "test_a_message_in_flight_elsewhere_is_not_run_and_not_acknowledged",
+    ),
+    Mutant(
+        "in flight taken for new",
+        a_read_only_answer_is_new,
+        "test_a_message_in_flight_elsewhere_is_not_run_and_not_acknowledged",
+        on=(POSTGRES,),
+    ),
+    Mutant(
+        "ack on a rolled-back commit",
+        acknowledge_a_rolled_back_commit,
+        "test_a_swallowed_sql_error_is_never_acknowledged_as_a_commit",
+        on=(POSTGRES,),
+    ),
+    Mutant(
+        "payload check skipped on the cached path",
+        no_payload_check_in_the_cache,
+        "test_another_payload_under_the_same_identity_is_reported",
+        {"path": "cache"},
+    ),
+    Mutant(
+        "payload check skipped on the stored path",
+        no_payload_check_in_the_store,
+        "test_another_payload_under_the_same_identity_is_reported",
+        {"path": "store"},
+    ),
+    Mutant(
+        "no token at COMMIT",
+        commit_without_the_token,
+        "test_a_handler_that_ends_the_transaction_is_found_out",
+        {"ending": "COMMIT; BEGIN", "then": "swallows"},
+        on=(POSTGRES,),
+    ),
+    Mutant(
+        "a refused COMMIT forgotten",
+        the_handler_may_end_the_transaction,
+        "test_a_handler_that_ends_the_transaction_is_found_out",
+        {"ending": "COMMIT", "then": "swallows"},
+        on=(SQLITE,),
+    ),
+    Mutant(
+        "commit not shielded",
+        commit_that_can_be_cancelled,
+        "test_a_cancellation_during_commit_is_heard_after_it",
+        on=(POSTGRES,),
+    ),
+    Mutant(
+        "a deadlock burns an attempt",
+        a_deadlock_burns_an_attempt,
+        "test_a_deadlock_is_run_again_without_burning_an_attempt",
+        on=(POSTGRES,),
+    ),
+    Mutant(
+        "a conflict is not run again",
+        conflicts_are_never_run_again,
+        "test_a_deadlock_is_run_again_without_burning_an_attempt",
+        on=(POSTGRES,),
+    ),
+    Mutant(
+        "a failure overwrites a success",
+        a_failure_overwrites_a_success,
+        "test_a_failure_never_overwrites_a_success",
+        on=(POSTGRES,),
+    ),
+    Mutant(
+        "starts are not marked",
+        starts_are_not_marked,
+        "test_a_start_mark_is_taken_back_when_the_run_is_interrupted",
+    ),
+    Mutant(
+        "an interrupted run counts as a crash",
+        an_interrupted_run_counts_as_a_crash,
+        "test_a_start_mark_is_taken_back_when_the_run_is_interrupted",
+    ),
+    Mutant(
+        "waiting holds the connection",
+        a_wait_that_holds_its_connection,
+        "test_waiting_for_a_twin_holds_no_connection",
+        on=(POSTGRES,),
+    ),
+    Mutant(
+        "quotes not doubled",
+        quotes_are_not_doubled,
+        "test_ids_keep_their_bytes",
+        {"one": "a'b", "two": "a`b"},
+        on=(POSTGRES,),
+    ),
+    Mutant("NaN is null", nan_is_null, "test_a_message_that_cannot_be_kept_is_refused", {"name": "NaN"}),
+]

@@ -1,0 +1,41 @@
+"""Every wrong variant is caught by an assertion of the conformance test that it names."""
+
+from __future__ import annotations
+
+import pytest
+
+from onceward.testing import Lab, StoreContract
+from tests.mutants import MUTANTS, Mutant
+
+CASES = [(mutant, lab) for mutant in MUTANTS for lab in mutant.on]
+REQUIRED = {
+    "claim after the effect",
+    "check-then-act",
+    "ignored row count",
+    "attempt in the same transaction",
+    "identity without consumer",
+    "identity without tenant",
+    "identity without scope",
+    "return instead of TryLater",
+    "ack on a rolled-back commit",
+    "payload check skipped on the cached path",
+}
+
+
+@pytest.fixture
+def lab(request: pytest.FixtureRequest) -> Lab:
+    found: Lab = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.mark.parametrize(("mutant", "lab"), CASES, ids=lambda value: getattr(value, "name", value), indirect=["lab"])
+async def test_a_wrong_variant_is_caught(mutant: Mutant, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = getattr(StoreContract(), mutant.caught_by)
+    mutant.apply(monkeypatch)
+    # An assert that fails, or a pytest.raises that did not see its error.
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        await case(lab, **mutant.params)
+
+
+def test_the_known_mistakes_of_the_field_are_all_there() -> None:
+    assert {mutant.name for mutant in MUTANTS} >= REQUIRED
