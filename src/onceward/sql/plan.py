@@ -86,7 +86,7 @@ def literal(value: object) -> str:
     if value is None:
         return "NULL"
     if type(value) is int:
-        return str(value)
+        return f"({value})"  # -2**63::bigint would negate after the cast, and overflow
     if type(value) is str:
         if "\0" in value:
             raise ValueError("a text for the database contains NUL")

@@ -1,4 +1,4 @@
-"""A worker process for tests: `python -m onceward.testing.child '{"url": ..., "ids": [...]}'`.
+"""A worker process for tests: `python -m onceward.testing.child` reads a job as JSON.
 
 It processes the messages in order and writes one JSON line for each. With `kill_at` it kills itself with SIGKILL at
 that crash point, or inside the handler ("handler": before the effect, "effect": after it).
@@ -31,6 +31,8 @@ class Job(msgspec.Struct):
     redelivered: bool = False
     max_attempts: int | None = None
     concurrency: int = 1
+    long_sql: str = ""
+    """A statement that the handler runs, in which the process can be killed from outside."""
     wait: float = 30.0
 
 
@@ -47,6 +49,10 @@ async def work(job: Job) -> None:
         await reached("handler")
         await tx.execute("INSERT INTO effects VALUES ($1)", message.id)
         await reached("effect")
+        if job.long_sql:
+            sys.stdout.write(json.dumps({"id": message.id, "kind": "running"}) + "\n")
+            sys.stdout.flush()
+            await tx.execute(job.long_sql)
         return {"charged": message.id}
 
     retry = None if job.max_attempts is None else RetryPolicy(max_attempts=job.max_attempts, base=0.0)
@@ -69,4 +75,4 @@ async def work(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(work(msgspec.json.decode(sys.argv[1], type=Job)))
+    asyncio.run(work(msgspec.json.decode(sys.stdin.buffer.read(), type=Job)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
@@ -48,7 +47,7 @@ class Lab(ABC):
         """The effect of a handler."""
         await tx.execute("INSERT INTO effects VALUES ($1)", effect)
 
-    async def slow_commits(self) -> None:
+    async def slow_commits(self) -> None:  # noqa: B027 - not every database can
         """Make a COMMIT take a moment, where the database can, so that something can happen meanwhile."""
 
     async def effects(self) -> list[str]:
@@ -70,12 +69,20 @@ class Lab(ABC):
 
     async def child(self, **job: Any) -> tuple[int, list[Any]]:
         """Run a job of onceward.testing.child in a process of its own. Its exit code, and what it reported."""
+        process = await self.start_child(**job)
+        assert process.stdout is not None
+        out = await process.stdout.read()
+        return await process.wait(), [json.loads(line) for line in out.splitlines()]
+
+    async def start_child(self, **job: Any) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "onceward.testing.child", json.dumps({"url": self.url} | job),
-            stdout=asyncio.subprocess.PIPE, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+            sys.executable, "-m", "onceward.testing.child",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        out, _ = await process.communicate()
-        return process.returncode or 0, [json.loads(line) for line in out.splitlines()]
+        assert process.stdin is not None
+        process.stdin.write(json.dumps({"url": self.url} | job).encode())
+        process.stdin.close()
+        return process
 
 
 class Recorder:

@@ -57,6 +57,9 @@ class AsyncpgSession:
         self._token = token_hex(8)
         self._guard = GuardedConnection(self._connection)
         trip = f"BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL onceward.token = '{self._token}'"
+        if self._connection.get_server_version() >= (14,):
+            # A killed process must not hold its claim until a long statement of its handler ends.
+            trip += "; SET LOCAL client_connection_check_interval = '2s'"
         # A text literal means what we say only with standard_conforming_strings.
         rides = (
             first is not None

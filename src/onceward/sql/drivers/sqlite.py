@@ -6,6 +6,7 @@ import re
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,11 @@ from onceward.sql.drivers.sqlite_writer import Turn, Writer, connect, primary_co
 from onceward.sql.plan import Result, Statement
 from onceward.store import Features
 
-_NUMBERED = re.compile(r"\$\d")
+
+@lru_cache(maxsize=512)
+def _numbered(sql: str) -> bool:
+    """Whether parameters are written $1, outside of quotes."""
+    return re.search(r"\$\d", re.sub(r"'[^']*'", "", sql)) is not None
 
 
 class Transaction:
@@ -73,7 +78,7 @@ class Transaction:
             self._depth -= 1
 
     def _run(self, sql: str, params: tuple[Any, ...] = ()) -> sqlite3.Cursor:
-        if params and _NUMBERED.search(sql):
+        if params and _numbered(sql):
             return self._execute(self, sql, {str(n): value for n, value in enumerate(params, 1)})
         return self._execute(self, sql, params)
 
@@ -141,6 +146,9 @@ class SqliteSession:
                 pending = ""
 
     def _raw(self, sql: str, params: Any = ()) -> sqlite3.Cursor:
+        if self._writer.closed:
+            self.lost = True
+            raise StoreUnavailable(f"{self._writer.path} was closed while it was in use")
         self._writer.guarding = False
         try:
             return self._writer.connection.execute(sql, params)
@@ -159,7 +167,9 @@ class SqliteSession:
             raise HandlerEndedTransaction
         self._look_alive()
         if self.lost:
-            raise StoreUnavailable(f"{self._writer.path} rolled the transaction back; the disk may be full")
+            raise StoreUnavailable(
+                f"{self._writer.path} ended the transaction: the disk is full, or the store was closed"
+            )
         self._raw(f"RELEASE {self._savepoint}")
         self._tx = None
         group = self._writer.join_group()

@@ -25,6 +25,9 @@ from onceward.shield import finish, wait_out
 GROUP = 100
 """Units of work that share one COMMIT, at the most."""
 
+CLOSING = 10.0
+"""Seconds that closing waits for the handler whose turn it is."""
+
 MINIMUM = (3, 35, 0)
 
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -85,6 +88,7 @@ class Writer:
         # where the authorizer would not see it.
         self.secret = token_hex(8)
         self.guarding = False
+        self.closed = False
         self._begin = f"BEGIN IMMEDIATE /* {self.secret} */"
         self._commit = f"COMMIT /* {self.secret} */"
         self._rollback = f"ROLLBACK /* {self.secret} */"
@@ -114,7 +118,8 @@ class Writer:
     async def close(self) -> None:
         if hasattr(self, "connection"):
             with contextlib.suppress(TryLater):
-                await self.take(wait=10.0)
+                await self.take(wait=CLOSING)
+            self.closed = True
             self.connection.close()
         self._thread.shutdown(wait=False)
 
@@ -199,8 +204,8 @@ class Writer:
 
     @property
     def alive(self) -> bool:
-        """SQLite rolls a whole transaction back by itself when the disk is full or fails."""
-        return self.connection.in_transaction
+        """False after close, and when SQLite rolled the transaction back by itself: the disk is full or fails."""
+        return not self.closed and self.connection.in_transaction
 
     def join_group(self) -> Group:
         """Count the unit that just released its savepoint into the open group."""

@@ -1,0 +1,235 @@
+"""What is asyncpg's own: pools, schemas, settings of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import warnings
+from typing import Any
+from urllib.parse import urlsplit
+
+import asyncpg
+import pytest
+
+from onceward import Inbox, Message, StoreReadOnly, StoreUnavailable, TryLater
+from onceward.asyncpg import AsyncpgStore
+from onceward.errors import UsageError
+from onceward.testing import PostgresLab
+from onceward.testing.lab import Gate, Recorder
+from tests.services.postgres import free_port
+
+
+async def test_a_given_pool_is_used_and_left_open(postgres_lab: PostgresLab) -> None:
+    async with asyncpg.create_pool(postgres_lab.url, min_size=1, max_size=2) as pool:
+        before = type(pool)
+        async with Inbox(AsyncpgStore(pool=pool), consumer="billing") as inbox:
+            assert (await inbox.process(postgres_lab.message(), Recorder(postgres_lab))).processed
+        assert type(pool) is before
+        assert await pool.fetchval("SELECT 1") == 1
+
+
+async def test_outside_of_a_handler_the_pool_is_nobodys_business(postgres_lab: PostgresLab) -> None:
+    inbox, gate = await postgres_lab.inbox(), Gate(postgres_lab)
+    running = asyncio.ensure_future(inbox.process(postgres_lab.message(), gate))
+    await gate.started.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert await inbox.store.pool.fetchval("SELECT 1") == 1  # type: ignore[attr-defined]
+    gate.go.set()
+    assert (await running).processed
+
+
+async def test_a_task_that_outlives_its_handler_may_use_the_pool(postgres_lab: PostgresLab) -> None:
+    inbox, go, tasks = await postgres_lab.inbox(), asyncio.Event(), []
+
+    async def starting(message: Message[Any], tx: Any) -> None:
+        async def later() -> Any:
+            await go.wait()
+            return await inbox.store.pool.fetchval("SELECT 7")  # type: ignore[attr-defined]
+
+        tasks.append(asyncio.ensure_future(later()))
+
+    await inbox.process(postgres_lab.message(), starting)
+    go.set()
+    assert await tasks[0] == 7
+
+
+async def test_the_handle_does_what_a_connection_does(postgres_lab: PostgresLab) -> None:
+    async def use(message: Message[Any], tx: asyncpg.Connection) -> None:
+        await tx.executemany("INSERT INTO effects VALUES ($1)", [("b",), ("a",)])
+        await tx.copy_records_to_table("effects", records=[("c",)])
+        assert [row["what"] async for row in tx.cursor("SELECT what FROM effects ORDER BY 1")] == ["a", "b", "c"]
+        statement = await tx.prepare("SELECT $1::int + 1")
+        assert await statement.fetchval(1) == 2
+        assert await tx.fetchrow("SELECT 1 WHERE false") is None
+        assert tx.is_in_transaction()
+        for name in ("close", "terminate", "reset"):
+            with pytest.raises(UsageError, match="belongs to the inbox"):
+                getattr(tx, name)
+
+    assert (await (await postgres_lab.inbox()).process(postgres_lab.message(), use)).processed
+    assert await postgres_lab.effects() == ["a", "b", "c"]
+
+
+async def test_tables_can_live_in_a_schema_of_their_own(postgres_dsn: str) -> None:
+    store = AsyncpgStore(postgres_dsn, schema='my "inbox"')
+    inbox = Inbox(store, consumer="billing", cache=0)
+    await inbox.setup()
+    async with inbox:
+        message: Message[Any] = Message("m", "t", 1)
+
+        async def failing(message: Message[Any]) -> None:
+            raise ValueError("no")
+
+        with pytest.raises(ValueError, match="no"):
+            await inbox.process(message, failing)
+        assert (await inbox.process(message, lambda message: "ok")).processed
+        assert (await inbox.process(message, lambda message: "ok")).duplicate
+        tables = await store.pool.fetch("SELECT schemaname FROM pg_tables WHERE tablename LIKE 'onceward%'")
+        assert {row[0] for row in tables} == {'my "inbox"'}
+
+
+async def test_a_database_that_is_down_is_told() -> None:
+    dsn = f"postgresql://nobody@127.0.0.1:{free_port()}/none"
+    with pytest.raises(StoreUnavailable, match="cannot connect"):
+        await Inbox(AsyncpgStore(dsn), consumer="billing").open()
+
+
+async def test_a_read_only_database_is_told_and_works_again(postgres_lab: PostgresLab) -> None:
+    name = urlsplit(postgres_lab.url).path[1:]
+    await postgres_lab.query(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    inbox = await postgres_lab.inbox()
+    with pytest.raises(StoreReadOnly, match="primary"):
+        await inbox.process(postgres_lab.message("m"), Recorder(postgres_lab))
+    await inbox.close()
+    connection = await asyncpg.connect(postgres_lab.url)
+    await connection.execute(f"BEGIN; SET TRANSACTION READ WRITE; ALTER DATABASE {name} RESET ALL; COMMIT")
+    await connection.close()
+    inbox = await postgres_lab.inbox()
+    assert (await inbox.process(postgres_lab.message("m"), Recorder(postgres_lab))).processed
+
+
+async def test_a_pool_without_a_free_connection_is_tried_later(postgres_lab: PostgresLab) -> None:
+    inbox, gate = await postgres_lab.inbox(store=postgres_lab.store(max_size=1), wait=0.2), Gate(postgres_lab)
+    running = asyncio.ensure_future(inbox.process(postgres_lab.message("slow"), gate))
+    await gate.started.wait()
+    with pytest.raises(TryLater, match="connection") as caught:
+        await inbox.process(postgres_lab.message("other"), Recorder(postgres_lab))
+    assert caught.value.reason == "store_busy"
+    gate.go.set()
+    assert (await running).processed
+    assert (await inbox.process(postgres_lab.message("other"), Recorder(postgres_lab))).processed
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"default_transaction_isolation": "serializable"},
+        {"standard_conforming_strings": "off"},
+        {"DateStyle": "SQL, DMY", "TimeZone": "Asia/Kolkata"},
+    ],
+)
+async def test_it_works_whatever_the_session_is_set_to(postgres_lab: PostgresLab, settings: dict[str, str]) -> None:
+    store = AsyncpgStore(postgres_lab.url, server_settings=settings)
+    inbox, handler = await postgres_lab.inbox(store=store, cache=0, wait=20), Recorder(postgres_lab)
+    message = postgres_lab.message("it's \\'; --")
+    outcomes = await asyncio.gather(*(inbox.process(message, handler) for _ in range(5)))
+    assert sum(outcome.processed for outcome in outcomes) == 1
+    assert handler.runs == [message.id]
+    record = await inbox.get_record(message)
+    assert record is not None
+    assert record.message_id == message.id
+
+
+async def test_a_deferred_constraint_that_fails_at_commit_is_the_handlers_failure(postgres_lab: PostgresLab) -> None:
+    await postgres_lab.query("CREATE TABLE parents (id int PRIMARY KEY)")
+    await postgres_lab.query("CREATE TABLE children (parent int REFERENCES parents DEFERRABLE INITIALLY DEFERRED)")
+
+    async def orphan(message: Message[Any], tx: asyncpg.Connection) -> None:
+        await tx.execute("INSERT INTO children VALUES (1)")
+
+    inbox, message = await postgres_lab.inbox(), postgres_lab.message()
+    with pytest.raises(asyncpg.ForeignKeyViolationError):
+        await inbox.process(message, orphan)
+    record = await inbox.get_record(message)
+    assert record is not None
+    assert (record.state, record.attempts, record.errors[0].type) == ("failed", 1, "ForeignKeyViolationError")
+
+
+async def test_a_serialization_failure_is_run_again(postgres_lab: PostgresLab) -> None:
+    runs = []
+
+    async def unlucky(message: Message[Any], tx: asyncpg.Connection) -> None:
+        runs.append(message.id)
+        if len(runs) < 3:
+            await tx.execute("DO $$ BEGIN RAISE EXCEPTION 'again' USING ERRCODE = '40001'; END $$")
+
+    inbox, message = await postgres_lab.inbox(), postgres_lab.message()
+    assert (await inbox.process(message, unlucky)).processed
+    record = await inbox.get_record(message)
+    assert record is not None
+    assert (len(runs), record.attempts) == (3, 1)
+
+
+async def test_conflicts_without_end_are_tried_later(postgres_lab: PostgresLab) -> None:
+    async def doomed(message: Message[Any], tx: asyncpg.Connection) -> None:
+        await tx.execute("DO $$ BEGIN RAISE EXCEPTION 'again' USING ERRCODE = '40P01'; END $$")
+
+    inbox, message = await postgres_lab.inbox(), postgres_lab.message()
+    with pytest.raises(TryLater, match="run the transaction again") as caught:
+        await inbox.process(message, doomed)
+    assert caught.value.reason == "store_busy"
+    assert await inbox.get_record(message) is None
+
+
+async def test_nothing_stays_open_on_the_server(postgres_lab: PostgresLab) -> None:
+    inbox = await postgres_lab.inbox()
+    for error in (ValueError("no"), KeyboardInterrupt(), TryLater(1)):
+        with pytest.raises(type(error)):
+            await inbox.process(postgres_lab.message(), Recorder(postgres_lab, error=error))
+    gate = Gate(postgres_lab)
+    task = asyncio.ensure_future(inbox.process(postgres_lab.message(), gate))
+    await gate.started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    states = await postgres_lab.query("SELECT state FROM pg_stat_activity WHERE state LIKE 'idle in transaction%'")
+    locks = await postgres_lab.query("SELECT 1 FROM pg_locks WHERE locktype = 'advisory'")
+    assert (states, locks) == ([], [])
+
+
+async def test_a_task_left_on_the_connection_does_not_hang_the_inbox(postgres_lab: PostgresLab) -> None:
+    tasks = []
+
+    async def leaving(message: Message[Any], tx: asyncpg.Connection) -> None:
+        tasks.append(asyncio.ensure_future(tx.execute("SELECT pg_sleep(60)")))
+        await asyncio.sleep(0)
+
+    inbox, message = await postgres_lab.inbox(), postgres_lab.message()
+    with pytest.raises((asyncpg.InterfaceError, StoreUnavailable)):
+        await asyncio.wait_for(inbox.process(message, leaving), 5)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (await inbox.process(message, Recorder(postgres_lab))).processed, "the server has noticed"
+
+
+async def test_a_process_killed_inside_a_long_statement_is_taken_over_within_five_seconds(
+    postgres_lab: PostgresLab,
+) -> None:
+    child = await postgres_lab.start_child(ids=["m"], long_sql="SELECT pg_sleep(120)")
+    assert child.stdout is not None
+    assert b"running" in await child.stdout.readline()
+    child.kill()
+    await child.wait()
+    died = time.monotonic()
+    inbox = await postgres_lab.inbox(wait=10)
+    assert (await inbox.process(postgres_lab.message("m"), Recorder(postgres_lab))).processed
+    assert time.monotonic() - died < 5
+    assert await postgres_lab.effects() == ["m"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dsn": "postgresql://x", "pool": object()}, {"dsn": "x", "second_connection": "no"}]
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        AsyncpgStore(**options)

@@ -1,0 +1,243 @@
+"""What is SQLite's own: one writer, groups, other processes, files that cannot be written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onceward import Inbox, Message, StoreReadOnly, StoreUnavailable, TryLater
+from onceward.errors import UsageError
+from onceward.sql.drivers import sqlite_writer
+from onceward.sqlite import SqliteStore
+from onceward.testing import SqliteLab
+from onceward.testing.lab import Gate, Recorder
+
+
+async def test_a_file_held_by_another_process_is_tried_later(sqlite_lab: SqliteLab) -> None:
+    inbox, handler = await sqlite_lab.inbox(wait=0.2), Recorder(sqlite_lab)
+    with closing(sqlite3.connect(sqlite_lab.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(TryLater, match="held by another process") as caught:
+            await inbox.process(sqlite_lab.message("m"), handler)
+        assert caught.value.reason == "store_busy"
+        assert await inbox.get_record(sqlite_lab.message("m")) is None, "reading never waits for a writer"
+        other.execute("ROLLBACK")
+    assert (await inbox.process(sqlite_lab.message("m"), handler)).processed
+    assert handler.runs == ["m"]
+
+
+async def test_a_slow_neighbour_makes_others_try_later(sqlite_lab: SqliteLab) -> None:
+    inbox, gate = await sqlite_lab.inbox(wait=0.2), Gate(sqlite_lab)
+    slow = asyncio.ensure_future(inbox.process(sqlite_lab.message("slow"), gate))
+    await gate.started.wait()
+    with pytest.raises(TryLater, match="another handler is slow") as caught:
+        await inbox.process(sqlite_lab.message("quick"), Recorder(sqlite_lab))
+    assert caught.value.reason == "store_busy"
+    gate.go.set()
+    assert (await slow).processed
+    assert (await inbox.process(sqlite_lab.message("quick"), Recorder(sqlite_lab))).processed
+
+
+async def test_many_units_share_one_commit(sqlite_lab: SqliteLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox, commits = await sqlite_lab.inbox(), []
+    original = sqlite_writer.Writer._execute
+    monkeypatch.setattr(
+        sqlite_writer.Writer, "_execute", lambda self, sql: (commits.append(sql), original(self, sql))[1]
+    )
+    jobs = [inbox.process(sqlite_lab.message(f"{n:03}"), Recorder(sqlite_lab)) for n in range(250)]
+    assert all(outcome.processed for outcome in await asyncio.gather(*jobs))
+    assert 3 <= len(commits) <= 10, "groups of up to a hundred, not one commit each"
+    assert await sqlite_lab.effects() == [f"{n:03}" for n in range(250)]
+
+
+async def test_nobody_is_acknowledged_before_the_group_is_committed(sqlite_lab: SqliteLab) -> None:
+    inbox, opening, closing_ = await sqlite_lab.inbox(), Gate(sqlite_lab), Gate(sqlite_lab)
+    jobs = [
+        asyncio.ensure_future(inbox.process(sqlite_lab.message(f"{number}"), handler))
+        for number, handler in enumerate((opening, Recorder(sqlite_lab), closing_))
+    ]
+    await opening.started.wait()
+    opening.go.set()
+    await closing_.started.wait()
+    assert not any(job.done() for job in jobs), "two have released their savepoints, but nothing is on disk"
+    assert await sqlite_lab.effects() == []
+    closing_.go.set()
+    assert all(outcome.processed for outcome in await asyncio.gather(*jobs))
+    assert await sqlite_lab.effects() == ["0", "1", "2"]
+
+
+async def test_closing_while_a_handler_runs_is_not_acknowledged(
+    sqlite_lab: SqliteLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_writer, "CLOSING", 0.05)
+    inbox, gate = await sqlite_lab.inbox(), Gate(sqlite_lab)
+    job = asyncio.ensure_future(inbox.process(sqlite_lab.message("m"), gate))
+    await gate.started.wait()
+    await inbox.close()
+    gate.go.set()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        await job
+    assert await sqlite_lab.effects() == []
+
+
+async def test_a_commit_that_fails_fails_every_member_of_its_group(
+    sqlite_lab: SqliteLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any, sql: str) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    inbox = await sqlite_lab.inbox()
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite_writer.Writer, "_execute", full)
+        jobs = [inbox.process(sqlite_lab.message(f"{n}"), Recorder(sqlite_lab)) for n in range(5)]
+        results = await asyncio.gather(*jobs, return_exceptions=True)
+    assert all(isinstance(result, StoreUnavailable) for result in results)
+    assert await sqlite_lab.effects() == []
+    jobs = [inbox.process(sqlite_lab.message(f"{n}"), Recorder(sqlite_lab)) for n in range(5)]
+    assert all(outcome.processed for outcome in await asyncio.gather(*jobs))
+
+
+async def test_a_transaction_that_sqlite_rolls_back_by_itself_is_not_acknowledged(sqlite_lab: SqliteLab) -> None:
+    """A full disk ends the whole transaction, and with it the group."""
+
+    async def filling(message: Message[Any], tx: Any) -> None:
+        pages = await tx.fetchval("PRAGMA page_count")
+        await tx.execute(f"PRAGMA max_page_count = {pages + 2}")
+        try:
+            await tx.execute("INSERT INTO effects VALUES (zeroblob(1000000))")
+        finally:
+            await tx.execute("PRAGMA max_page_count = 1000000") if message.payload else None
+
+    inbox = await sqlite_lab.inbox()
+    neighbour = asyncio.ensure_future(inbox.process(sqlite_lab.message("neighbour"), Recorder(sqlite_lab)))
+    with pytest.raises((StoreUnavailable, sqlite3.OperationalError)) as caught:
+        await inbox.process(sqlite_lab.message("filling"), filling)
+    outcome = (await asyncio.gather(neighbour, return_exceptions=True))[0]
+    effects = await sqlite_lab.effects()
+    assert "full" in str(caught.value) or isinstance(caught.value, StoreUnavailable)
+    assert (effects == ["neighbour"]) == (not isinstance(outcome, BaseException)), "acknowledged means kept"
+
+
+async def test_a_cancelled_waiter_does_not_lose_the_turn(sqlite_lab: SqliteLab) -> None:
+    inbox, gate = await sqlite_lab.inbox(), Gate(sqlite_lab)
+    first = asyncio.ensure_future(inbox.process(sqlite_lab.message("first"), gate))
+    await gate.started.wait()
+    waiting = [
+        asyncio.ensure_future(inbox.process(sqlite_lab.message(f"w{n}"), Recorder(sqlite_lab))) for n in range(6)
+    ]
+    await asyncio.wait(waiting, timeout=0.05)
+    gate.go.set()
+    for task in waiting[::2]:
+        task.cancel()
+    assert (await asyncio.wait_for(first, 5)).processed
+    results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+    assert [isinstance(result, asyncio.CancelledError) for result in results] == [True, False] * 3
+    assert await sqlite_lab.effects() == ["first", "w1", "w3", "w5"]
+
+
+async def test_turns_survive_cancellation_at_every_moment(sqlite_lab: SqliteLab) -> None:
+    """Cancel a task after each number of steps of the event loop it may take: the writer stays usable."""
+    inbox = await sqlite_lab.inbox(wait=5)
+    for steps in range(40):
+        tasks = [
+            asyncio.ensure_future(inbox.process(sqlite_lab.message(f"{steps}-{n}"), Recorder(sqlite_lab)))
+            for n in range(4)
+        ]
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        for task in tasks[1:3]:
+            task.cancel()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        effects = await sqlite_lab.effects()
+        for n, result in enumerate(results):
+            if not isinstance(result, asyncio.CancelledError):
+                assert f"{steps}-{n}" in effects
+        assert (await inbox.process(sqlite_lab.message(f"{steps}-after"), Recorder(sqlite_lab))).processed
+
+
+async def test_the_database_in_memory_works() -> None:
+    async with Inbox.connect("sqlite://", consumer="billing") as inbox:
+
+        async def write(message: Message[Any], tx: Any) -> int:
+            await tx.execute("CREATE TABLE IF NOT EXISTS effects (what text)")
+            await tx.execute("INSERT INTO effects VALUES (?)", message.id)
+            return int(await tx.fetchval("SELECT count(*) FROM effects"))
+
+        first = await inbox.process(Message("one", "t", None), write)
+        assert (first.processed, first.result) == (True, 1)
+        assert (await inbox.process(Message("one", "t", None), write)).duplicate
+        record = await inbox.get_record(Message("one", "t", None))
+        assert record is not None
+        assert record.result == 1
+
+
+async def test_the_handle_is_shaped_like_asyncpg(sqlite_lab: SqliteLab) -> None:
+    async def use(message: Message[Any], tx: Any) -> None:
+        assert await tx.executemany("INSERT INTO effects VALUES ($1)", [("b",), ("a",)]) == 2
+        assert [row["what"] for row in await tx.fetch("SELECT what FROM effects ORDER BY 1")] == ["a", "b"]
+        assert (await tx.fetchrow("SELECT $2 AS two, $1 AS one", 1, 2))["two"] == 2
+        assert await tx.fetchval("SELECT ? || '$1'", "x") == "x$1"
+        assert await tx.fetchrow("SELECT 1 WHERE 0") is None
+        assert await tx.fetchval("SELECT 1 WHERE 0") is None
+        assert await tx.execute("DELETE FROM effects WHERE what = ?", "a") == 1
+
+    assert (await (await sqlite_lab.inbox()).process(sqlite_lab.message(), use)).processed
+
+
+async def test_a_folder_that_does_not_exist_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match="folder exists"):
+        await Inbox(SqliteStore(tmp_path / "nowhere" / "shop.db"), consumer="billing").open()
+
+
+async def test_a_file_that_is_no_database_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "shop.db"
+    path.write_bytes(b"this is not a database, it is a text" * 100)
+    with pytest.raises(StoreUnavailable, match="not a database"):
+        await Inbox(SqliteStore(path), consumer="billing").open()
+
+
+async def test_a_file_that_cannot_be_written_is_told(sqlite_lab: SqliteLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write any file, so SQLite itself is told to open it read-only."""
+    original = sqlite3.connect
+    read_only = f"file:{sqlite_lab.path}?mode=ro"
+    monkeypatch.setattr(sqlite3, "connect", lambda _path, **options: original(read_only, uri=True, **options))
+    inbox = await sqlite_lab.inbox()
+    with pytest.raises(StoreReadOnly, match="permissions"):
+        await inbox.process(sqlite_lab.message(), Recorder(sqlite_lab))
+
+
+@pytest.mark.parametrize("url", ["sqlite://shop.db", "shop.db", "", "sqlite:shop.db"])
+def test_a_url_that_is_none_is_told(url: str) -> None:
+    with pytest.raises(UsageError, match=r"sqlite:///shop\.db"):
+        Inbox.connect(url, consumer="billing")
+
+
+async def test_a_relative_path_is_relative_to_where_it_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with Inbox.connect("sqlite:///shop.db", consumer="billing"):
+        assert (tmp_path / "shop.db").exists()
+
+
+async def test_a_crash_keeps_what_was_acknowledged(sqlite_lab: SqliteLab) -> None:
+    """Durability: whatever a killed process has reported is on disk."""
+    process = await sqlite_lab.start_child(ids=[f"{number:05}" for number in range(20000)], concurrency=32)
+    assert process.stdout is not None
+    lines = [await process.stdout.readline() for _ in range(500)]
+    process.kill()
+    rest = await process.stdout.read()
+    await process.wait()
+    whole = [*lines, *rest.splitlines(keepends=True)]
+    reported = {json.loads(line)["id"] for line in whole if line.endswith(b"\n")}
+    effects = await sqlite_lab.effects()
+    assert len(reported) >= 500
+    assert len(effects) < 20000
+    assert len(set(effects)) == len(effects)
+    assert reported <= set(effects)
