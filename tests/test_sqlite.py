@@ -177,6 +177,15 @@ async def test_the_database_in_memory_works() -> None:
         assert record.result == 1
 
 
+async def test_two_databases_in_memory_do_not_wait_for_each_other() -> None:
+    async with Inbox.connect("sqlite://", consumer="a") as one, Inbox.connect("sqlite://", consumer="b") as two:
+
+        async def nesting(message: Message[Any]) -> str:
+            return str((await two.process(message, lambda _message: None)).kind)
+
+        assert (await one.process(Message("m", "t", None), nesting)).result == "processed"
+
+
 async def test_the_handle_is_shaped_like_asyncpg(sqlite_lab: SqliteLab) -> None:
     async def use(message: Message[Any], tx: Any) -> None:
         assert await tx.executemany("INSERT INTO effects VALUES ($1)", [("b",), ("a",)]) == 2

@@ -134,7 +134,10 @@ class Writer:
 
     def refuse_nesting(self) -> None:
         turn = _turn_of.get()
-        if turn is not None and turn.active and turn.writer.path == self.path:
+        if turn is None or not turn.active:
+            return
+        # Every database in memory has the same name, and each is another one.
+        if turn.writer is self or turn.writer.path == self.path != ":memory:":
             raise NestedProcess
 
     async def take(self, wait: float) -> Turn:
