@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import warnings
 from typing import Any
@@ -26,6 +27,27 @@ async def test_a_given_pool_is_used_and_left_open(postgres_lab: PostgresLab) -> 
             assert (await inbox.process(postgres_lab.message(), Recorder(postgres_lab))).processed
         assert type(pool) is before
         assert await pool.fetchval("SELECT 1") == 1
+
+
+async def test_codecs_of_a_given_pool_do_not_disturb(postgres_lab: PostgresLab) -> None:
+    async def set_codecs(connection: asyncpg.Connection) -> None:
+        for name in ("json", "jsonb"):
+            await connection.set_type_codec(name, encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
+        await connection.set_type_codec("uuid", encoder=str, decoder=str, schema="pg_catalog")
+
+    async with asyncpg.create_pool(postgres_lab.url, min_size=1, max_size=2, init=set_codecs) as pool:
+        message = postgres_lab.message(payload={"a": [1, None]}, headers={"h": "x"})
+        async with Inbox(AsyncpgStore(pool=pool), consumer="billing", cache=0) as inbox:
+            with pytest.raises(ValueError, match="no"):
+                await inbox.process(message, Recorder(postgres_lab, error=ValueError("no")))
+            kept = await inbox.get_record(message)
+            assert (await inbox.process(message, Recorder(postgres_lab))).processed
+            assert (await inbox.process(message, Recorder(postgres_lab))).result == {"charged": message.id}
+        record = await (await postgres_lab.inbox()).get_record(message)
+    assert kept is not None
+    assert (kept.payload, kept.headers, kept.errors[0].text) == ({"a": [1, None]}, {"h": "x"}, "no")
+    assert record is not None
+    assert record.result == {"charged": message.id}
 
 
 async def test_outside_of_a_handler_the_pool_is_nobodys_business(postgres_lab: PostgresLab) -> None:

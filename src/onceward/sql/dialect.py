@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from typing import Any
-from uuid import UUID
 
 import msgspec
 
@@ -50,7 +49,7 @@ def postgresql(schema: str | None = None) -> Dialect:
         prefix = quoted(schema) + "."
         # `onceward_records.column` inside an upsert names the target, which keeps its bare name.
         statements = {name: _TABLES.sub(lambda m: prefix + m[0], sql) for name, sql in statements.items()}
-    return Dialect("postgresql", statements, lambda digest: UUID(bytes=digest), lambda moment: moment, schema)
+    return Dialect("postgresql", statements, lambda digest: digest.hex(), lambda moment: moment, schema)
 
 
 def sqlite() -> Dialect:

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, TypeVar
-from uuid import UUID
 
 T = TypeVar("T")
 
@@ -82,7 +81,7 @@ def inlined(statement: Statement) -> str:
 
 
 def literal(value: object) -> str:
-    """A closed encoder: identities, numbers, text, bytes and times. Anything else is refused."""
+    """A closed encoder: whole numbers, text, bytes and times. Anything else is refused."""
     if value is None:
         return "NULL"
     if type(value) is int:
@@ -91,8 +90,6 @@ def literal(value: object) -> str:
         if "\0" in value:
             raise ValueError("a text for the database contains NUL")
         return "'" + value.replace("'", "''") + "'"
-    if isinstance(value, UUID):
-        return f"'{value.hex}'"
     if type(value) is bytes:
         return f"'\\x{value.hex()}'"
     if isinstance(value, datetime):

@@ -2,13 +2,15 @@
 --
 -- Every write of an identity first tries its advisory lock, which ends with the transaction. Without it an INSERT
 -- would block behind an uncommitted twin for as long as that one's handler runs; with it "in flight" is known at once.
+--
+-- JSON and uuid travel as text: a pool that the user gives may have codecs of its own for those types.
 
 -- name: claim
 INSERT INTO onceward_records (
     identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts,
     payload_hash, handler, host, processed_at, occurred_at, stream, position)
 SELECT
-    :identity::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
+    :identity::text::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
     :source::text, :topic::text, :origin::text, 'processed', 1,
     :payload_hash::bytea, :handler::text, :host::text, now(), :occurred_at::timestamptz, :stream::text,
     :position::bigint
@@ -16,7 +18,13 @@ WHERE pg_try_advisory_xact_lock(:lock::bigint)
 ON CONFLICT (identity) DO NOTHING
 
 -- name: find
-SELECT *, clock_timestamp() AS now FROM onceward_records WHERE identity = :identity::uuid
+SELECT
+    consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
+    errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
+    received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
+    depends_on::text, received_position, processed_position,
+    clock_timestamp() AS now
+FROM onceward_records WHERE identity = :identity::text::uuid
 
 -- name: position_done
 SELECT 1 FROM onceward_records
@@ -29,24 +37,24 @@ UPDATE onceward_records
 SET state = 'processed', attempts = attempts + 1, started = started - :unmark::int, processed_at = now(),
     payload = NULL, body = NULL, headers = NULL, payload_hash = :payload_hash::bytea, next_try_at = NULL,
     origin = :origin::text, handler = :handler::text, host = :host::text
-WHERE identity = :identity::uuid
+WHERE identity = :identity::text::uuid
   AND state = :was_state::text AND attempts = :was_attempts::int AND started = :was_started::int
   AND pg_try_advisory_xact_lock(:lock::bigint)
 
 -- name: complete
 UPDATE onceward_records
-SET result = :result::json, extra = :extra::json, duration_ms = :duration_ms::float8
-WHERE identity = :identity::uuid
+SET result = :result::text::json, extra = :extra::text::json, duration_ms = :duration_ms::float8
+WHERE identity = :identity::text::uuid
 
 -- name: mark
 INSERT INTO onceward_records (
     identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
     payload, body, headers, payload_hash, handler, host, occurred_at, stream, position, depends_on)
 SELECT
-    :identity::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
+    :identity::text::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
     :source::text, :topic::text, :origin::text, 'running', 0, 1,
-    :payload::json, :body::bytea, :headers::json, :payload_hash::bytea, :handler::text, :host::text,
-    :occurred_at::timestamptz, :stream::text, :position::bigint, :depends_on::json
+    :payload::text::json, :body::bytea, :headers::text::json, :payload_hash::bytea, :handler::text, :host::text,
+    :occurred_at::timestamptz, :stream::text, :position::bigint, :depends_on::text::json
 WHERE pg_try_advisory_xact_lock(:lock::bigint)
 ON CONFLICT (identity) DO UPDATE
 SET state = 'running', started = onceward_records.started + 1, handler = excluded.handler, host = excluded.host
@@ -55,7 +63,7 @@ WHERE onceward_records.state = ANY (string_to_array(:from_states::text, ','))
 
 -- name: unmark
 UPDATE onceward_records SET state = 'failed', started = started - 1
-WHERE identity = :identity::uuid AND state = 'running' AND started > 0
+WHERE identity = :identity::text::uuid AND state = 'running' AND started > 0
 
 -- The error is appended to the last nine. A record that changed meanwhile (somebody else succeeded) is left alone.
 -- name: fail
@@ -64,12 +72,12 @@ INSERT INTO onceward_records (
     errors, payload, body, headers, payload_hash, handler, host, duration_ms, occurred_at, next_try_at,
     stream, position, depends_on)
 SELECT
-    :identity::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
+    :identity::text::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
     :source::text, :topic::text, :origin::text, :state::text, :counted::int,
-    jsonb_build_array(:error::jsonb || jsonb_build_object('at', clock_timestamp())),
-    :payload::json, :body::bytea, :headers::json, :payload_hash::bytea, :handler::text, :host::text,
+    jsonb_build_array(:error::text::jsonb || jsonb_build_object('at', clock_timestamp())),
+    :payload::text::json, :body::bytea, :headers::text::json, :payload_hash::bytea, :handler::text, :host::text,
     :duration_ms::float8, :occurred_at::timestamptz, clock_timestamp() + :delay::float8 * interval '1 second',
-    :stream::text, :position::bigint, :depends_on::json
+    :stream::text, :position::bigint, :depends_on::text::json
 WHERE pg_try_advisory_xact_lock(:lock::bigint)
 ON CONFLICT (identity) DO UPDATE
 SET state = excluded.state, attempts = onceward_records.attempts + :counted::int,
@@ -80,11 +88,15 @@ SET state = excluded.state, attempts = onceward_records.attempts + :counted::int
     host = excluded.host, duration_ms = excluded.duration_ms, processed_at = NULL,
     next_try_at = excluded.next_try_at
 WHERE onceward_records.state = ANY (string_to_array(:from_states::text, ','))
-RETURNING *
+RETURNING
+    consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
+    errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
+    received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
+    depends_on::text, received_position, processed_position
 
 -- name: discard
 UPDATE onceward_records SET state = 'discarded', payload = NULL, body = NULL, headers = NULL
-WHERE identity = :identity::uuid AND state = 'dead'
+WHERE identity = :identity::text::uuid AND state = 'dead'
 
 -- name: schema_version
 SELECT coalesce(max(version), 0) AS version FROM onceward_schema
