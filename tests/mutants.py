@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onceward import attempt, codec, identity, inbox
+from onceward import attempt, codec, identity, settle
 from onceward.errors import TryLater
 from onceward.identity import Identity
 from onceward.inbox import Inbox
@@ -20,7 +20,7 @@ from onceward.sql.drivers import asyncpg as asyncpg_driver
 from onceward.sql.drivers.asyncpg import AsyncpgSession
 from onceward.sql.drivers.sqlite import SqliteSession
 from onceward.sql.store import SqlUnit
-from onceward.store import Conflict, Found, InFlight
+from onceward.store import Found, InFlight
 
 SQLITE, POSTGRES = "sqlite_lab", "postgres_lab"
 BOTH = (SQLITE, POSTGRES)
@@ -106,13 +106,13 @@ def parts_joined_by_a_separator(patch: pytest.MonkeyPatch) -> None:
 def return_instead_of_try_later(patch: pytest.MonkeyPatch) -> None:
     original = Inbox._settle
 
-    async def settle(self: Inbox[Any], work: Any) -> Outcome[Any]:
+    async def settling(self: Inbox[Any], work: Any) -> Outcome[Any]:
         try:
             return await original(self, work)
         except TryLater:
             return Outcome(Kind.DUPLICATE)
 
-    patch.setattr(Inbox, "_settle", settle)
+    patch.setattr(Inbox, "_settle", settling)
 
 
 def acknowledge_a_rolled_back_commit(patch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def acknowledge_a_rolled_back_commit(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_payload_check_in_the_cache(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(inbox, "is_mismatch", lambda *_: False)
+    patch.setattr(settle, "is_mismatch", lambda *_: False)
 
 
 def no_payload_check_in_the_store(patch: pytest.MonkeyPatch) -> None:
@@ -151,14 +151,11 @@ def a_failure_overwrites_a_success(patch: pytest.MonkeyPatch) -> None:
 
 
 def starts_are_not_marked(patch: pytest.MonkeyPatch) -> None:
-    async def mark(*_: Any) -> bool:
-        return True
-
     async def unmarked(unit: Any, work: Any) -> Any:
         return await original(unit, attempt.msgspec.structs.replace(work, redelivered=False))
 
     original = attempt.attempt
-    patch.setattr(inbox, "attempt", unmarked)
+    patch.setattr(settle, "attempt", unmarked)
 
 
 def an_interrupted_run_counts_as_a_crash(patch: pytest.MonkeyPatch) -> None:
@@ -177,7 +174,7 @@ def a_wait_that_holds_its_connection(patch: pytest.MonkeyPatch) -> None:
                 await asyncio.sleep(0.01)
 
     original = attempt.attempt
-    patch.setattr(inbox, "attempt", holding)
+    patch.setattr(settle, "attempt", holding)
 
 
 def quotes_are_not_doubled(patch: pytest.MonkeyPatch) -> None:
@@ -212,8 +209,7 @@ def the_handler_may_end_the_transaction(patch: pytest.MonkeyPatch) -> None:
 
 
 def conflicts_are_never_run_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(inbox, "CONFLICTS", 1)
-    _ = Conflict
+    patch.setattr(settle, "CONFLICTS", 1)
 
 
 def a_topic_in_the_scope(patch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,3 @@ class Cache:
         self._done.move_to_end(digest)
         if len(self._done) > self._size:
             self._done.popitem(last=False)
-
-    def forget(self, digest: bytes) -> None:
-        self._done.pop(digest, None)

@@ -1,34 +1,28 @@
 """Inbox: the public face.
 
-An inbox is a store and a consumer name. `process` takes a delivery through the decision table of docs/guarantees.md:
-look in the cache, wait for a twin in this process, then `attempt` it in a unit of work, and again while another
-process has it. If it returns, acknowledge; if it raises, do not.
+An inbox is a store and a consumer name. `process` turns a delivery into Work, with everything that is known about
+it, and settles it by the decision table of docs/guarantees.md. If it returns, acknowledge; if it raises, do not.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
-import random
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from onceward import codec, events, keys, lanes, tenants
-from onceward.attempt import Work, attempt, is_mismatch
+from onceward.attempt import Work
 from onceward.errors import (
     HandlerNotFound,
     InboxClosed,
     NotDead,
-    PayloadMismatch,
     PayloadTooLarge,
     RecordNotFound,
     Reject,
-    TryLater,
     UsageError,
 )
-from onceward.flights import Cache, Done, Flights, in_flight
 from onceward.handlers import F, Handler, Router, handler_of
 from onceward.idempotent import Idempotent
 from onceward.identity import Identity
@@ -38,7 +32,8 @@ from onceward.message import Message, check_text
 from onceward.outcome import Kind, Outcome
 from onceward.record import Record, State
 from onceward.retry import RetryPolicy
-from onceward.store import Conflict, InFlight, Store
+from onceward.settle import Settler
+from onceward.store import Store
 from onceward.tenants import TenantLike
 
 Tx = TypeVar("Tx")
@@ -49,8 +44,6 @@ OnMismatch = Literal["report", "raise"]
 Unhandled = Literal["raise", "ignore", "dead"]
 
 MAX_PAYLOAD = 16 * 1024 * 1024
-CONFLICTS = 20
-"""How often a transaction that the database asks to run again is run again, before TryLater(store_busy)."""
 
 
 class Inbox(Generic[Tx]):
@@ -92,17 +85,14 @@ class Inbox(Generic[Tx]):
         self._lane = lanes.of(lane)
         self._tenant = tenants.of(tenant)
         self._retry = retry
-        self._wait = wait
         self._on_mismatch = on_mismatch
         self._unhandled = unhandled
-        self._on_begin = on_begin
         self._seen_before = seen_before
         self._fingerprint = fingerprint
         self._record_duration = record_duration
         self._max_payload = max_payload
         self._bus = events.Bus(tuple(listeners))
-        self._flights = Flights()
-        self._cache = Cache(cache)
+        self._settler = Settler(store, wait=wait, on_begin=on_begin, cache=cache)
         self._host = f"{socket.gethostname()}:{os.getpid()}"
         self._open = False
 
@@ -311,72 +301,16 @@ class Inbox(Generic[Tx]):
         )
 
     async def _settle(self, work: Work) -> Outcome[Any]:
-        """Through the cache, behind a twin in this process, and then into the store. Tells what happened."""
+        """Settle it, and tell those who listen what happened."""
         if not self._open:
             raise InboxClosed
         try:
-            outcome = self._known(work) or await self._fly(work)
+            outcome = await self._settler.settle(work)
         except Exception as error:
             self._bus.emit(events.of_error(self.consumer, work.message, work.identity, error))
             raise
         self._bus.emit(events.of_outcome(self.consumer, work.message, work.identity, outcome))
         return outcome
-
-    def _known(self, work: Work) -> Outcome[Any] | None:
-        """A duplicate of something that this process has seen committed."""
-        done = None if work.replayed else self._cache.get(work.identity.digest)
-        if done is None:
-            return None
-        mismatch = is_mismatch(work, done.payload_hash)
-        if mismatch and work.raise_on_mismatch:
-            raise PayloadMismatch
-        result = None if done.result is None else work.handler.restored(codec.decode(done.result))
-        return Outcome(Kind.DUPLICATE, result=result, mismatch=mismatch)
-
-    async def _fly(self, work: Work) -> Outcome[Any]:
-        deadline = asyncio.get_running_loop().time() + self._wait
-        async with self._flights.enter(work.identity.digest, self._wait):
-            return self._known(work) or await self._try(work, deadline)
-
-    async def _try(self, work: Work, deadline: float) -> Outcome[Any]:
-        """Attempt it, and again while another process has it. Between the tries nothing is held."""
-        loop = asyncio.get_running_loop()
-        pause, conflicts = 0.005, 0
-        while True:
-            try:
-                begin = None if self._on_begin is None else self._beginning(self._on_begin, work.message)
-                async with self.store.unit(begin=begin, wait=self._wait) as unit:
-                    outcome = await attempt(unit, work)
-            except InFlight:
-                if loop.time() + pause > deadline:
-                    raise in_flight(self._wait) from None
-            except Conflict as conflict:
-                conflicts += 1
-                if conflicts >= CONFLICTS:
-                    text = f"the database asked {conflicts} times to run the transaction again"
-                    raise TryLater(reason="store_busy", text=text) from conflict.__cause__
-            else:
-                self._remember(work, outcome)
-                return outcome
-            await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter
-            pause = min(pause * 2, 0.25)
-
-    @staticmethod
-    def _beginning(
-        hook: Callable[[Tx, Message[Any]], Awaitable[Any]], message: Message[Any]
-    ) -> Callable[[Tx], Awaitable[Any]]:
-        return lambda tx: hook(tx, message)
-
-    def _remember(self, work: Work, outcome: Outcome[Any]) -> None:
-        if outcome.kind is Kind.PROCESSED:
-            payload_hash: bytes | None = work.payload_hash
-        elif outcome.kind is Kind.DUPLICATE and outcome.record is not None:
-            payload_hash = outcome.record.payload_hash
-        else:
-            return
-        if payload_hash is not None:
-            result = None if outcome.result is None else codec.encode(outcome.result, "result")
-            self._cache.put(work.identity.digest, Done(payload_hash, result))
 
     # --- records --------------------------------------------------------------------------------------------
 
@@ -391,8 +325,7 @@ class Inbox(Generic[Tx]):
         stand_in = message or Message(
             id=identity.key[:100], type="onceward.lookup", payload=None, tenant=identity.tenant
         )
-        begin = None if self._on_begin is None else self._beginning(self._on_begin, stand_in)
-        async with self.store.unit(begin=begin, wait=self._wait, read_only=True) as unit:
+        async with self._settler.unit(stand_in, read_only=True) as unit:
             found = await unit.find(identity)
         return found.record if found else None
 
@@ -409,15 +342,13 @@ class Inbox(Generic[Tx]):
             known = self._router.find(kept.type)
         if known is None:
             raise HandlerNotFound(f"no handler is registered for {kept.type!r}; pass handler=", type=kept.type)
-        self._cache.forget(record.identity.digest)
         work = self._work(kept, known, identity=record.identity, replayed=True, origin=record.origin)
         return await self._settle(work)
 
     async def discard(self, message: Message[Any] | Identity) -> None:
         """Say that a dead letter will never run. Its record stays, so that a redelivery is still known."""
         record = await self._dead_letter(message)
-        begin = None if self._on_begin is None else self._beginning(self._on_begin, record.message())
-        async with self.store.unit(begin=begin, wait=self._wait) as unit:
+        async with self._settler.unit(record.message()) as unit:
             if not await unit.discard(record.identity):
                 raise NotDead("the record has changed meanwhile; look again", state=record.state.value)
 

@@ -1,0 +1,97 @@
+"""Settling one delivery: through the cache, behind a twin in this process, into the store, and again while another
+process has it. Between the tries nothing is held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Generic, TypeVar
+
+from onceward import codec
+from onceward.attempt import Work, attempt, is_mismatch
+from onceward.errors import PayloadMismatch, TryLater
+from onceward.flights import Cache, Done, Flights, in_flight
+from onceward.message import Message
+from onceward.outcome import Kind, Outcome
+from onceward.store import Conflict, InFlight, Store, Unit
+
+Tx = TypeVar("Tx")
+
+CONFLICTS = 20
+"""How often a transaction that the database asks to run again is run again, before TryLater(store_busy)."""
+
+
+class Settler(Generic[Tx]):
+    def __init__(
+        self,
+        store: Store[Tx],
+        *,
+        wait: float,
+        on_begin: Callable[[Tx, Message[Any]], Awaitable[Any]] | None,
+        cache: int,
+    ) -> None:
+        self._store = store
+        self._wait = wait
+        self._on_begin = on_begin
+        self._flights = Flights()
+        self._cache = Cache(cache)
+
+    def unit(self, message: Message[Any], *, read_only: bool = False) -> AbstractAsyncContextManager[Unit[Tx]]:
+        """A unit of work for this message, with the user's `on_begin` in each of its transactions."""
+        hook = self._on_begin
+        begin = None if hook is None else lambda tx: hook(tx, message)
+        return self._store.unit(begin=begin, wait=self._wait, read_only=read_only)
+
+    async def settle(self, work: Work) -> Outcome[Any]:
+        known = self._known(work)
+        if known is not None:
+            return known
+        deadline = asyncio.get_running_loop().time() + self._wait
+        async with self._flights.enter(work.identity.digest, self._wait):
+            return self._known(work) or await self._try(work, deadline)
+
+    def _known(self, work: Work) -> Outcome[Any] | None:
+        """A duplicate of something that this process has seen committed."""
+        done = None if work.replayed else self._cache.get(work.identity.digest)
+        if done is None:
+            return None
+        mismatch = is_mismatch(work, done.payload_hash)
+        if mismatch and work.raise_on_mismatch:
+            raise PayloadMismatch
+        result = None if done.result is None else work.handler.restored(codec.decode(done.result))
+        return Outcome(Kind.DUPLICATE, result=result, mismatch=mismatch)
+
+    async def _try(self, work: Work, deadline: float) -> Outcome[Any]:
+        loop = asyncio.get_running_loop()
+        pause, conflicts = 0.005, 0
+        while True:
+            try:
+                async with self.unit(work.message) as unit:
+                    outcome = await attempt(unit, work)
+            except InFlight:
+                if loop.time() + pause > deadline:
+                    raise in_flight(self._wait) from None
+            except Conflict as conflict:
+                conflicts += 1
+                if conflicts >= CONFLICTS:
+                    text = f"the database asked {conflicts} times to run the transaction again"
+                    raise TryLater(reason="store_busy", text=text) from conflict.__cause__
+            else:
+                self._remember(work, outcome)
+                return outcome
+            await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter
+            pause = min(pause * 2, 0.25)
+
+    def _remember(self, work: Work, outcome: Outcome[Any]) -> None:
+        if outcome.kind is Kind.PROCESSED:
+            payload_hash: bytes | None = work.payload_hash
+        elif outcome.kind is Kind.DUPLICATE and outcome.record is not None:
+            payload_hash = outcome.record.payload_hash
+        else:
+            return
+        if payload_hash is not None:
+            result = None if outcome.result is None else codec.encode(outcome.result, "result")
+            self._cache.put(work.identity.digest, Done(payload_hash, result))

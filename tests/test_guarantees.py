@@ -1,0 +1,51 @@
+"""docs/guarantees.md names tests that exist, and shows the state machine that is in the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from onceward.record import TRANSITIONS
+from onceward.testing import StoreContract
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "guarantees.md"
+MARKS = ("<!-- transitions -->\n", "<!-- /transitions -->")
+
+
+def diagram() -> str:
+    """The state machine as Mermaid text."""
+    lines = [
+        f"    {'[*]' if state is None else state} --> {following}: {change}"
+        for (state, change), following in TRANSITIONS.items()
+    ]
+    return "```mermaid\nstateDiagram-v2\n" + "\n".join(lines) + "\n```\n"
+
+
+def test_the_diagram_is_made_from_the_table() -> None:
+    before, rest = PAGE.read_text().split(MARKS[0])
+    shown, after = rest.split(MARKS[1])
+    if shown != diagram():
+        PAGE.write_text(before + MARKS[0] + diagram() + MARKS[1] + after)
+    assert shown == diagram(), "docs/guarantees.md has been written anew: look at it and commit it"
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    text = PAGE.read_text()
+    by_file = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    everywhere = "\n".join(by_file.values())
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert hasattr(StoreContract, name) or f"def {name}(" in everywhere, name
+    for file in re.findall(r"tests/(\w+\.py)", text):
+        assert (ROOT / "tests" / file).exists(), file
+
+
+def test_every_conformance_test_stands_on_its_own_feet() -> None:
+    names = [name for name in dir(StoreContract) if name.startswith("test_")]
+    assert len(names) > 80
+    assert all(getattr(StoreContract, name).__code__.co_argcount >= 2 for name in names)
+
+
+def test_all_rules_are_on_the_page() -> None:
+    numbers = [int(number) for number in re.findall(r"^(\d+)\. ", PAGE.read_text(), re.MULTILINE)]
+    assert numbers == list(range(1, 25))
