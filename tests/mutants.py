@@ -123,11 +123,11 @@ def acknowledge_a_rolled_back_commit(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_payload_check_in_the_cache(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(settle, "is_mismatch", lambda *_: False)
+    patch.setattr(settle, "compare", lambda *_: False)
 
 
 def no_payload_check_in_the_store(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(attempt, "is_mismatch", lambda *_: False)
+    patch.setattr(attempt, "compare", lambda *_: False)
 
 
 def commit_without_the_token(patch: pytest.MonkeyPatch) -> None:

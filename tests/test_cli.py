@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from onceward import Inbox, MissingDriver, UnknownScheme
+from onceward import Inbox, MissingDriver, Router, UnknownScheme
 from onceward.cli import main
-from onceward.errors import InvalidMessage, UsageError
+from onceward.errors import UsageError
 from tests.services.postgres import free_port
 
 
@@ -95,8 +95,10 @@ def test_an_unknown_scheme_names_the_known_ones() -> None:
 
 def test_options_of_an_inbox_are_checked() -> None:
     for options in ({"consumer": ""}, {"consumer": None}):
-        with pytest.raises(InvalidMessage, match="consumer"):
+        with pytest.raises(UsageError, match="consumer"):
             Inbox.connect("sqlite://", **options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"handlers=\[router\]"):
+        Inbox.connect("sqlite://", consumer="c", handlers=Router())
     for options in ({"unhandled": "drop"}, {"on_mismatch": "ignore"}):
         with pytest.raises(UsageError, match="it is one of"):
             Inbox.connect("sqlite://", consumer="c", **options)

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
-from typing import Any
+from typing import Any, TypedDict
 from uuid import UUID
 
 import pydantic
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onceward import Message, Router, keys, lanes, tenants
-from onceward.errors import InvalidHandler, KeyInvalid, KeyMissing, TenantMissing, UsageError
+from onceward.errors import InvalidHandler, KeyInvalid, KeyMissing, PayloadUndecodable, TenantMissing, UsageError
 from onceward.handlers import handler_of, shape_of
 from onceward.identity import digest
 
@@ -180,6 +180,22 @@ def test_annotations_give_payload_and_result_types() -> None:
     assert decoded.payload == Paid(order="o", amount=7)
     assert handler.restored({"order": "o", "amount": 7}) == Paid(order="o", amount=7)
     assert handler.restored({"from": "an older version"}) == {"from": "an older version"}
+
+
+class Typed(TypedDict):
+    amount: int
+
+
+async def on_typed(message: Message[Typed]) -> Typed:
+    return message.payload
+
+
+def test_a_typed_dict_is_a_model() -> None:
+    handler = handler_of(on_typed)
+    assert handler.decoded(Message("m", "t", {"amount": 7})).payload == {"amount": 7}
+    with pytest.raises(PayloadUndecodable, match="does not fit Typed"):
+        handler.decoded(Message("m", "t", {"amount": "much"}))
+    assert handler.restored({"amount": 7}) == {"amount": 7}
 
 
 def test_a_type_has_one_handler() -> None:

@@ -9,6 +9,7 @@ If `process` returns, acknowledge; if it raises, do not.
 from onceward import keys, lanes, tenants
 from onceward.current import Current, current
 from onceward.errors import (
+    AttemptsExhausted,
     CommitNotApplied,
     CommitUnknown,
     HandlerEndedTransaction,
@@ -26,8 +27,10 @@ from onceward.errors import (
     PayloadInvalid,
     PayloadMismatch,
     PayloadTooLarge,
+    PayloadUndecodable,
     RecordNotFound,
     Reject,
+    ResultInvalid,
     SchemaMissing,
     SchemaOutdated,
     SchemaTooNew,
@@ -44,13 +47,14 @@ from onceward.handlers import Router
 from onceward.identity import Identity
 from onceward.inbox import Inbox
 from onceward.message import Message, Position, stream_of
-from onceward.outcome import Kind, Outcome, Verdict, verdict_of
+from onceward.outcome import Kind, Outcome, Verdict, outcome_of, verdict_of
 from onceward.record import Failure, Record, State
 from onceward.retry import RetryPolicy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttemptsExhausted",
     "CommitNotApplied",
     "CommitUnknown",
     "Current",
@@ -75,10 +79,12 @@ __all__ = [
     "PayloadInvalid",
     "PayloadMismatch",
     "PayloadTooLarge",
+    "PayloadUndecodable",
     "Position",
     "Record",
     "RecordNotFound",
     "Reject",
+    "ResultInvalid",
     "RetryPolicy",
     "Router",
     "SchemaMissing",
@@ -97,6 +103,7 @@ __all__ = [
     "current",
     "keys",
     "lanes",
+    "outcome_of",
     "stream_of",
     "tenants",
     "verdict_of",

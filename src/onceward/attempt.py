@@ -17,16 +17,18 @@ import msgspec
 from onceward import codec
 from onceward.current import Current, enter, leave
 from onceward.errors import (
+    AttemptsExhausted,
     HandlerEndedTransaction,
     MessageDead,
     PayloadMismatch,
     RecordNotFound,
     Reject,
+    ResultInvalid,
     StoreError,
     StoreUnavailable,
     TryLater,
 )
-from onceward.handlers import Handler, Undecodable
+from onceward.handlers import Handler
 from onceward.identity import Identity
 from onceward.message import Message
 from onceward.outcome import Kind, Outcome
@@ -107,7 +109,8 @@ async def attempt(unit: Unit[Any], work: Work) -> Outcome[Any]:
     if not await unit.take(found.record, work.draft()):
         raise InFlight
     await _check_dependencies(unit, work)
-    return await _run(unit, work, found.record)
+    outcome = await _run(unit, work, found.record)
+    return msgspec.structs.replace(outcome, mismatch=is_mismatch(work, found.record.payload_hash))
 
 
 async def _check_dependencies(unit: Unit[Any], work: Work) -> None:
@@ -142,14 +145,11 @@ async def _judge(unit: Unit[Any], work: Work, found: Found) -> Outcome[Any] | No
         return None
     # Our own start mark is not a crash.
     record = msgspec.structs.replace(found.record, started=found.record.started - work.marked)
-    mismatch = is_mismatch(work, record.payload_hash)
-    if mismatch and work.raise_on_mismatch:
-        raise PayloadMismatch(
-            f"{record.scope} {record.key} was used before with another payload. Use a new key for new work."
-        )
-    match decide(record, work.retry, found.now):
-        case Decision.RUN:
-            return None
+    decision = decide(record, work.retry, found.now)
+    if decision is Decision.RUN:
+        return None
+    mismatch = compare(work, record.payload_hash)
+    match decision:
         case Decision.DUPLICATE:
             result = work.handler.restored(record.result)
             return Outcome(Kind.DUPLICATE, result=result, mismatch=mismatch, record=record)
@@ -168,15 +168,22 @@ async def _judge(unit: Unit[Any], work: Work, found: Found) -> Outcome[Any] | No
             return dead_outcome(record, mismatch=mismatch)
 
 
+def compare(work: Work, payload_hash: bytes | None) -> bool:
+    """Whether a delivery that is about to be skipped says something else than the first; raise where asked to."""
+    mismatch = is_mismatch(work, payload_hash)
+    if mismatch and work.raise_on_mismatch:
+        known = f"{work.identity.scope} {work.identity.key}"
+        raise PayloadMismatch(f"{known} was used before with another payload. Use a new id or key for new work.")
+    return mismatch
+
+
 def is_mismatch(work: Work, payload_hash: bytes | None) -> bool:
     return payload_hash is not None and payload_hash != work.payload_hash
 
 
-def dead_outcome(record: Record, *, mismatch: bool = False) -> Outcome[Any]:
-    error = MessageDead(
-        f"{record.state} after {record.attempts} attempts and {record.started} crashes: {record.last_error}",
-        attempts=record.attempts,
-    )
+def dead_outcome(record: Record, *, mismatch: bool = False, kind: type[MessageDead] = MessageDead) -> Outcome[Any]:
+    tries = f"attempts: {record.attempts}, crashes: {record.started}"
+    error = kind(f"{record.state} ({tries}): {record.last_error}", attempts=record.attempts)
     return Outcome(Kind.DEAD, error=error, record=record, mismatch=mismatch)
 
 
@@ -188,7 +195,7 @@ async def _exhausted(unit: Unit[Any], work: Work, record: Record) -> Outcome[Any
     buried = await unit.bury(work.whole(), failure, over=from_states(Change.FAIL))
     if buried is None:
         raise InFlight  # it has changed meanwhile
-    return dead_outcome(buried)
+    return dead_outcome(buried, kind=AttemptsExhausted)
 
 
 async def _run(unit: Unit[Any], work: Work, before: Record | None) -> Outcome[Any]:
@@ -225,7 +232,7 @@ def _closing(work: Work, before: Record | None, result: Any, duration_ms: float)
     """What is written after the handler. With nothing to say there is no second write."""
     if result is None and before is None and not work.record_duration:
         return None
-    encoded = None if result is None else msgspec.Raw(codec.encode(result, "result"))
+    encoded = None if result is None else msgspec.Raw(codec.encode(result, "result", ResultInvalid))
     return msgspec.structs.replace(work.draft(), result=encoded, duration_ms=duration_ms)
 
 
@@ -263,7 +270,7 @@ async def _failed(
 
 def _consequence(error: Exception, work: Work, attempts: int, crashes: int) -> tuple[State, float | None]:
     """Dead, or tried again after a delay."""
-    if work.replayed or isinstance(error, (Reject, Undecodable)):
+    if work.replayed or isinstance(error, Reject):
         return State.DEAD, None
     if work.retry is not None and work.retry.exhausted(attempts + crashes):
         return State.DEAD, None

@@ -7,11 +7,11 @@ null, which would let two different payloads look the same, so NaN is looked for
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, is_typeddict
 
 import msgspec
 
-from onceward.errors import PayloadInvalid
+from onceward.errors import OncewardError, PayloadInvalid
 
 
 def _encode_other(value: Any) -> Any:
@@ -32,20 +32,20 @@ def _decode_other(wanted: Any, value: Any) -> Any:
 _sorted = msgspec.json.Encoder(enc_hook=_encode_other, order="sorted")
 
 
-def encode(value: Any, what: str = "payload") -> bytes:
-    """Sorted-key JSON of any JSON value or model; PayloadInvalid for what cannot be written faithfully."""
+def encode(value: Any, what: str = "payload", refuse: type[OncewardError] = PayloadInvalid) -> bytes:
+    """Sorted-key JSON of any JSON value or model; `refuse` is raised for what cannot be written faithfully."""
     try:
         encoded = _sorted.encode(value)
     except RecursionError as error:
-        raise PayloadInvalid(f"the {what} is nested too deeply to be written as JSON") from error
+        raise refuse(f"the {what} is nested too deeply to be written as JSON") from error
     except UnicodeEncodeError as error:
-        raise PayloadInvalid(f"the {what} contains a lone surrogate: {error}") from error
+        raise refuse(f"the {what} contains a lone surrogate: {error}") from error
     except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
-        raise PayloadInvalid(
+        raise refuse(
             f"the {what} cannot be written as JSON ({error}); use JSON values, dataclasses, msgspec or pydantic models"
         ) from error
     if b"null" in encoded and _has_nan(value):
-        raise PayloadInvalid(f"the {what} contains NaN or Infinity, which JSON cannot hold; use null or a string")
+        raise refuse(f"the {what} contains NaN or Infinity, which JSON cannot hold; use null or a string")
     return encoded
 
 
@@ -75,7 +75,7 @@ def decode(data: bytes | str) -> Any:
 
 def convert(value: Any, wanted: Any) -> Any:
     """A JSON value as the wanted type. Raises whatever msgspec or the model says does not fit."""
-    if isinstance(wanted, type) and isinstance(value, wanted):
+    if isinstance(wanted, type) and not is_typeddict(wanted) and isinstance(value, wanted):
         return value
     return msgspec.convert(value, wanted, dec_hook=_decode_other, strict=False)
 

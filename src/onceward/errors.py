@@ -14,12 +14,8 @@ class OncewardError(Exception):
     """Something went wrong in onceward."""
 
     def __init__(self, text: str | None = None, /, **fields: Any) -> None:
-        super().__init__(text or _first_paragraph(type(self)))
+        super().__init__(text or " ".join((type(self).__doc__ or type(self).__name__).split()))
         self.__dict__.update(fields)
-
-
-def _first_paragraph(cls: type) -> str:
-    return " ".join((cls.__doc__ or cls.__name__).split("\n\n")[0].split())
 
 
 # --- how the inbox is used ----------------------------------------------------------------------------------
@@ -141,10 +137,22 @@ class Reject(OncewardError):
     """The handler rejected the message: it becomes a dead letter at once, and is not tried again."""
 
 
+class PayloadUndecodable(Reject):
+    """The payload does not fit the handler's model. It is kept as a dead letter, with its body."""
+
+
+class ResultInvalid(OncewardError):
+    """The handler's result cannot be stored as JSON, so a duplicate could not be answered. Nothing was written."""
+
+
 class MessageDead(OncewardError):
     """The message is a dead letter and was not run. Replay or discard it."""
 
     attempts: int
+
+
+class AttemptsExhausted(MessageDead):
+    """No attempts are left, so the message was not run and is a dead letter now. Replay or discard it."""
 
 
 # --- the store ----------------------------------------------------------------------------------------------

@@ -3,11 +3,12 @@
 | event | when |
 |---|---|
 | Processed | a handler ran and its transaction is committed |
-| Duplicate | a delivery was skipped; `mismatch` when its payload differs from the first one's |
+| Duplicate | a delivery was skipped: processed, accepted or dead before; `mismatch` when its payload differs |
 | Failed | a handler raised, the attempt is counted; `retry_at` where a policy says when |
 | Dead | a message became a dead letter |
 | Deferred | TryLater was raised: in flight, backoff, busy or blocked |
 | Unsettled | the store could not say: not there, commit unknown or not applied |
+| Refused | the message cannot be kept: no usable key or tenant, oversized, not JSON |
 | Ignored | no handler for the type, and the inbox ignores those |
 """
 
@@ -21,7 +22,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from onceward import codec
-from onceward.errors import PayloadMismatch, TryLater
+from onceward.errors import HandlerEndedTransaction, MessageDead, PayloadMismatch, TryLater
 from onceward.identity import Identity
 from onceward.message import Message
 from onceward.outcome import Kind, Outcome
@@ -39,6 +40,7 @@ class InboxEvent(msgspec.Struct, frozen=True, kw_only=True):
 class Processed(InboxEvent, frozen=True, kw_only=True):
     attempt: int
     duration_ms: float
+    mismatch: bool = False
 
 
 class Duplicate(InboxEvent, frozen=True, kw_only=True):
@@ -65,6 +67,10 @@ class Unsettled(InboxEvent, frozen=True, kw_only=True):
     error: BaseException
 
 
+class Refused(InboxEvent, frozen=True, kw_only=True):
+    error: BaseException
+
+
 class Ignored(InboxEvent, frozen=True, kw_only=True):
     pass
 
@@ -74,12 +80,13 @@ def of_outcome(consumer: str, message: Message[Any], identity: Identity, outcome
     base: dict[str, Any] = {"consumer": consumer, "type": message.type, "message_id": message.id, "identity": identity}
     match outcome.kind:
         case Kind.PROCESSED:
-            return Processed(**base, attempt=outcome.attempts, duration_ms=outcome.duration_ms or 0.0)
+            duration = outcome.duration_ms or 0.0
+            return Processed(**base, attempt=outcome.attempts, duration_ms=duration, mismatch=outcome.mismatch)
         case Kind.FAILED:
             error = outcome.error or Exception("unknown")
             return Failed(**base, attempt=outcome.attempts, error=error, retry_at=outcome.retry_at)
-        case Kind.DEAD:
-            return Dead(**base, attempt=outcome.attempts, error=outcome.error or Exception("unknown"))
+        case Kind.DEAD if outcome.error is not None and type(outcome.error) is not MessageDead:
+            return Dead(**base, attempt=outcome.attempts, error=outcome.error)
         case _:
             return Duplicate(**base, mismatch=outcome.mismatch)
 
@@ -91,6 +98,8 @@ def of_error(consumer: str, message: Message[Any], identity: Identity, error: Ex
         return Deferred(**base, reason=error.reason, retry_at=error.retry_at)
     if isinstance(error, PayloadMismatch):
         return Duplicate(**base, mismatch=True)
+    if isinstance(error, HandlerEndedTransaction):
+        return Dead(**base, attempt=0, error=error)
     return Unsettled(**base, error=error)
 
 
@@ -99,6 +108,7 @@ Listener: TypeAlias = Callable[[InboxEvent], None]
 _log = logging.getLogger("onceward")
 _LEVELS: dict[type[InboxEvent], int] = {
     Failed: logging.WARNING,
+    Refused: logging.WARNING,
     Unsettled: logging.WARNING,
     Dead: logging.ERROR,
 }
@@ -106,7 +116,7 @@ _LEVELS: dict[type[InboxEvent], int] = {
 
 def log(event: InboxEvent) -> None:
     """One line an event, control characters escaped, never the payload. The default listener."""
-    mismatch = isinstance(event, Duplicate) and event.mismatch
+    mismatch = isinstance(event, (Duplicate, Processed)) and event.mismatch
     level = logging.WARNING if mismatch else _LEVELS.get(type(event), logging.DEBUG)
     if not _log.isEnabledFor(level):
         return

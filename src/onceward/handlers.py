@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from onceward import codec, keys
-from onceward.errors import InvalidHandler, UsageError
+from onceward.errors import InvalidHandler, PayloadUndecodable, UsageError
 from onceward.keys import Key, KeyLike
 from onceward.message import Message, payload_of
 from onceward.retry import RetryPolicy
@@ -49,14 +49,14 @@ class Handler(msgspec.Struct, frozen=True):
         return await given if inspect.isawaitable(given) else given
 
     def decoded(self, message: Message[Any]) -> Message[Any]:
-        """The message with its payload as the handler's model; Undecodable when it does not fit."""
+        """The message with its payload as the handler's model; PayloadUndecodable when it does not fit."""
         if self.payload is None:
             return message
         try:
             payload = codec.convert(payload_of(message), self.payload)
         except Exception as error:
             wanted = getattr(self.payload, "__name__", self.payload)
-            raise Undecodable(f"the payload does not fit {wanted}: {error}") from error
+            raise PayloadUndecodable(f"the payload does not fit {wanted}: {error}") from error
         return message if payload is message.payload else msgspec.structs.replace(message, payload=payload)
 
     def restored(self, result: Any) -> Any:
@@ -67,10 +67,6 @@ class Handler(msgspec.Struct, frozen=True):
             return codec.convert(result, self.shape.result)
         except Exception:  # noqa: BLE001 - an old result must not make a duplicate fail
             return result
-
-
-class Undecodable(Exception):
-    """The payload does not decode. Like Reject, it makes a dead letter at once."""
 
 
 class Router:

@@ -12,11 +12,14 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Generic, Literal, TypeVar, overload
 
-from onceward import codec, events, keys, lanes, tenants
+import msgspec
+
+from onceward import codec, events, keys, tenants
 from onceward.attempt import Work
 from onceward.errors import (
     HandlerNotFound,
     InboxClosed,
+    InvalidMessage,
     NotDead,
     PayloadTooLarge,
     RecordNotFound,
@@ -27,9 +30,8 @@ from onceward.handlers import F, Handler, Router, handler_of
 from onceward.idempotent import Idempotent
 from onceward.identity import Identity
 from onceward.keys import KeyLike
-from onceward.lanes import LaneLike
 from onceward.message import Message, check_text
-from onceward.outcome import Kind, Outcome
+from onceward.outcome import Kind, Outcome, raised
 from onceward.record import Record, State
 from onceward.retry import RetryPolicy
 from onceward.settle import Settler
@@ -59,7 +61,6 @@ class Inbox(Generic[Tx]):
         consumer: str,
         handlers: Iterable[Router] = (),
         key: KeyLike | None = None,
-        lane: LaneLike | None = None,
         tenant: TenantLike | None = None,
         retry: RetryPolicy | None = None,
         wait: float = 5.0,
@@ -73,7 +74,7 @@ class Inbox(Generic[Tx]):
         cache: int = 10_000,
         listeners: Iterable[events.Listener] = (events.log,),
     ) -> None:
-        check_text("consumer", consumer, "Name the service, the same for all of its instances.")
+        _check_options(consumer, handlers)
         _one_of("on_mismatch", on_mismatch, ("report", "raise"))
         _one_of("unhandled", unhandled, ("raise", "ignore", "dead"))
         self.store = store
@@ -82,8 +83,8 @@ class Inbox(Generic[Tx]):
         for router in handlers:
             self._router.include(router)
         self._key = keys.of(key)
-        self._lane = lanes.of(lane)
         self._tenant = tenants.of(tenant)
+        self._has_tenants = tenant is not None
         self._retry = retry
         self._on_mismatch = on_mismatch
         self._unhandled = unhandled
@@ -99,11 +100,14 @@ class Inbox(Generic[Tx]):
     # --- life -----------------------------------------------------------------------------------------------
 
     @classmethod
-    def connect(cls, url: str, *, consumer: str, **options: Any) -> Inbox[Any]:
-        """An inbox on the store that the URL names: `sqlite:///shop.db`, `postgresql://...`."""
+    def connect(cls, url: str, *, consumer: str, schema: str | None = None, **options: Any) -> Inbox[Any]:
+        """An inbox on the store that the URL names: `sqlite:///shop.db`, `postgresql://...`.
+
+        `schema` is the PostgreSQL schema of the tables; the other options are those of Inbox.
+        """
         from onceward.connect import store_from_url  # noqa: PLC0415 - the only place that knows all stores
 
-        return Inbox(store_from_url(url), consumer=consumer, **options)
+        return Inbox(store_from_url(url, schema=schema), consumer=consumer, **options)
 
     async def open(self) -> None:
         if not self._open:
@@ -163,7 +167,7 @@ class Inbox(Generic[Tx]):
         def decorate(function: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]]:
             async def run(message: Message[Any], handler: Handler) -> Any:
                 work = self._work(message, handler, retry=retry, raise_on_mismatch=on_mismatch == "raise")
-                outcome = _settled(await self._settle(work))
+                outcome = raised(await self._settle(work))
                 if outcome.kind is Kind.DEAD and outcome.error is not None:
                     raise outcome.error
                 return outcome.result
@@ -217,15 +221,21 @@ class Inbox(Generic[Tx]):
         """
         if not isinstance(message, Message):
             raise UsageError(f"process takes a Message, not {type(message).__name__}")
-        if handler is not None:
-            known: Handler | None = handler_of(handler, key=key)
-        else:
-            known = self._router.find(message.type) or self._for_unhandled(message)
+        known = self._handler(message, handler)
         if known is None:
             self._bus.emit(events.Ignored(consumer=self.consumer, type=message.type, message_id=message.id))
             return Outcome(Kind.IGNORED)
         work = self._work(message, known, key=key, retry=retry, origin=origin, redelivered=redelivered)
-        return _settled(await self._settle(work))
+        return raised(await self._settle(work))
+
+    def _handler(self, message: Message[Any], given: Callable[..., Any] | None) -> Handler | None:
+        """The one given, with the key and retries that are registered for the type; else the registered one."""
+        registered = self._router.find(message.type)
+        if given is None:
+            return registered or self._for_unhandled(message)
+        if registered is None:
+            return handler_of(given)
+        return handler_of(given, key=registered.key, retry=registered.retry)
 
     def _for_unhandled(self, message: Message[Any]) -> Handler | None:
         if self._unhandled == "ignore":
@@ -256,11 +266,22 @@ class Inbox(Generic[Tx]):
         replayed: bool = False,
         identity: Identity | None = None,
     ) -> Work:
+        try:
+            identity = identity or self.identity_of(message, key=key or handler.key)
+            payload_hash = self._payload_hash(message)
+        except InvalidMessage as error:
+            self._bus.emit(
+                events.Refused(consumer=self.consumer, type=message.type, message_id=message.id, error=error)
+            )
+            raise
+        if self._has_tenants and message.tenant != identity.tenant:
+            # What the strategy found is the message's tenant, for on_begin and for the handler too.
+            message = msgspec.structs.replace(message, tenant=identity.tenant)
         return Work(
             message=message,
-            identity=identity or self.identity_of(message, key=key or handler.key),
+            identity=identity,
             handler=handler,
-            payload_hash=self._payload_hash(message),
+            payload_hash=payload_hash,
             retry=retry or handler.retry or self._retry,
             origin=origin,
             redelivered=redelivered,
@@ -316,16 +337,16 @@ class Inbox(Generic[Tx]):
 
     async def get_record(self, message: Message[Any] | Identity) -> Record | None:
         """What the store remembers of a message or identity."""
-        identity = message if isinstance(message, Identity) else self.identity_of(message)
-        return await self._find(identity, message if isinstance(message, Message) else None)
-
-    async def _find(self, identity: Identity, message: Message[Any] | None) -> Record | None:
         if not self._open:
             raise InboxClosed
-        stand_in = message or Message(
-            id=identity.key[:100], type="onceward.lookup", payload=None, tenant=identity.tenant
-        )
-        async with self._settler.unit(stand_in, read_only=True) as unit:
+        if isinstance(message, Identity):
+            identity = message
+            # For on_begin, which wants to know whose transaction it is.
+            message = Message(id=identity.key[:100], type="onceward.lookup", payload=None, tenant=identity.tenant)
+        else:
+            identity = self.identity_of(message)
+            message = msgspec.structs.replace(message, tenant=identity.tenant)
+        async with self._settler.unit(message, read_only=True) as unit:
             found = await unit.find(identity)
         return found.record if found else None
 
@@ -362,11 +383,13 @@ class Inbox(Generic[Tx]):
         return record
 
 
-def _settled(outcome: Outcome[R]) -> Outcome[R]:
-    """For those who call `process`: a failed handler's error is raised, so that nobody acknowledges it."""
-    if outcome.kind is Kind.FAILED and outcome.error is not None:
-        raise outcome.error
-    return outcome
+def _check_options(consumer: object, handlers: object) -> None:
+    try:
+        check_text("consumer", consumer, "Name the service, the same for all of its instances.")
+    except InvalidMessage as error:
+        raise UsageError(str(error)) from error
+    if isinstance(handlers, Router):
+        raise UsageError("handlers= takes a list of routers: handlers=[router]")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

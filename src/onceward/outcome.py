@@ -6,9 +6,10 @@ errors, for loops that want to be told more exactly.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import datetime
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -77,8 +78,25 @@ _VERDICTS: tuple[tuple[type[BaseException], Verdict], ...] = (
 )
 
 
+def raised(outcome: Outcome[R]) -> Outcome[R]:
+    """For those who call `process`: a failed handler's error is raised, so that nobody acknowledges it."""
+    if outcome.kind is Kind.FAILED and outcome.error is not None:
+        with suppress(AttributeError):  # an exception with __slots__
+            outcome.error.__onceward__ = outcome  # type: ignore[attr-defined]
+        raise outcome.error
+    return outcome
+
+
+def outcome_of(error: BaseException) -> Outcome[Any] | None:
+    """The outcome behind an error of a handler that `process` raised: its `retry_at`, `attempts`, `record`."""
+    return getattr(error, "__onceward__", None)
+
+
 def verdict_of(error: BaseException) -> Verdict:
-    """What an error that `process` raised means for the delivery. A handler's own error is RETRY."""
+    """What an error that `process` raised means for the delivery. A handler's own error, of any kind, is RETRY."""
+    outcome = outcome_of(error)
+    if outcome is not None:
+        return outcome.verdict
     for kind, verdict in _VERDICTS:
         if isinstance(error, kind):
             return verdict

@@ -11,8 +11,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
 from onceward import codec
-from onceward.attempt import Work, attempt, is_mismatch
-from onceward.errors import PayloadMismatch, TryLater
+from onceward.attempt import Work, attempt, compare
+from onceward.errors import TryLater
 from onceward.flights import Cache, Done, Flights, in_flight
 from onceward.message import Message
 from onceward.outcome import Kind, Outcome
@@ -58,9 +58,7 @@ class Settler(Generic[Tx]):
         done = None if work.replayed else self._cache.get(work.identity.digest)
         if done is None:
             return None
-        mismatch = is_mismatch(work, done.payload_hash)
-        if mismatch and work.raise_on_mismatch:
-            raise PayloadMismatch
+        mismatch = compare(work, done.payload_hash)
         result = None if done.result is None else work.handler.restored(codec.decode(done.result))
         return Outcome(Kind.DUPLICATE, result=result, mismatch=mismatch)
 

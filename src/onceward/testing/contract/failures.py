@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from onceward import Message, Reject, RetryPolicy, State, TryLater, Verdict
-from onceward.outcome import Kind, verdict_of
+from onceward import InvalidMessage, Message, Reject, RetryPolicy, State, TryLater, Verdict
+from onceward.errors import PayloadMismatch, StoreUnavailable
+from onceward.outcome import Kind, outcome_of, verdict_of
 from onceward.testing.contract.base import Listener
 from onceward.testing.lab import Gate, Lab, Recorder
 
@@ -30,12 +31,28 @@ class FailureContract:
             await inbox.process(message, Recorder(lab, error=error))
         assert caught.value is error
         assert verdict_of(error) is Verdict.RETRY
+        behind = outcome_of(error)
+        assert behind is not None
+        assert (behind.kind, behind.attempts) == (Kind.FAILED, 1)
         assert await lab.effects() == []
         record = await inbox.get_record(message)
         assert record is not None, "the attempt is written after the rollback, so it must survive it"
         assert (record.state, record.attempts, record.started) == (State.FAILED, 1, 0)
         assert (record.errors[0].type, record.errors[0].text) == ("ValueError", "card refused")
         assert record.message() == msgspec.structs.replace(message, tenant="default")
+
+    @pytest.mark.parametrize(
+        "error", [InvalidMessage("inner"), StoreUnavailable("elsewhere"), PayloadMismatch("inner")]
+    )
+    async def test_errors_of_onceward_from_inside_a_handler_are_the_handlers(self, lab: Lab, error: Exception) -> None:
+        """A handler may use onceward itself; what it meets there says nothing about this delivery."""
+        inbox, message = await lab.inbox(), lab.message()
+        with pytest.raises(type(error)) as caught:
+            await inbox.process(message, Recorder(lab, error=error))
+        assert verdict_of(caught.value) is Verdict.RETRY
+        record = await inbox.get_record(message)
+        assert record is not None
+        assert (record.state, record.attempts) == (State.FAILED, 1)
 
     async def test_redelivery_of_a_failed_message_runs_it_again(self, lab: Lab) -> None:
         inbox, message = await lab.inbox(), lab.message()

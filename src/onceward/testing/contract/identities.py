@@ -28,6 +28,22 @@ class IdentityContract:
         again = await inbox.process(lab.message("m", headers={"x-tenant": "south"}), handler)
         assert again.duplicate
 
+    async def test_the_tenant_that_a_strategy_found_is_the_messages(self, lab: Lab) -> None:
+        seen = []
+
+        async def on_begin(tx: Any, message: Message[Any]) -> None:
+            seen.append(message.tenant)
+
+        async def look(message: Message[Any]) -> None:
+            seen.append(message.tenant)
+
+        inbox = await lab.inbox(tenant=tenants.header("x-tenant"), on_begin=on_begin)
+        message = lab.message(headers={"x-tenant": "north"})
+        await inbox.process(message, look)
+        await inbox.get_record(message)
+        await inbox.get_record(inbox.identity_of(message))
+        assert seen == ["north"] * 4
+
     async def test_the_tenant_of_a_message_counts_without_a_strategy_too(self, lab: Lab) -> None:
         inbox, handler = await lab.inbox(), Recorder(lab)
         assert (await inbox.process(lab.message("m", tenant="north"), handler)).processed

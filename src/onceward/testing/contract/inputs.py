@@ -15,6 +15,7 @@ from onceward.errors import (
     OncewardError,
     PayloadInvalid,
     PayloadTooLarge,
+    ResultInvalid,
     SchemaMissing,
     SchemaOutdated,
     SchemaTooNew,
@@ -141,8 +142,9 @@ class InputContract:
             return object()
 
         inbox, message = await lab.inbox(), lab.message()
-        with pytest.raises(PayloadInvalid, match="result"):
+        with pytest.raises(ResultInvalid, match="result") as caught:
             await inbox.process(message, odd)
+        assert verdict_of(caught.value) is Verdict.RETRY
         assert await lab.effects() == []
         assert (await inbox.process(message, Recorder(lab))).processed
 

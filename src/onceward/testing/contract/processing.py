@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from onceward import Message, Position, Reject, Router, State, TryLater, Verdict, current, keys
-from onceward.errors import HandlerNotFound, NotDead, PayloadMismatch, RecordNotFound, UsageError
+from onceward.errors import HandlerNotFound, KeyMissing, NotDead, PayloadMismatch, RecordNotFound, UsageError
 from onceward.outcome import Kind, verdict_of
 from onceward.testing.contract.base import Listener
 from onceward.testing.lab import Lab, Recorder
@@ -98,6 +98,14 @@ class ProcessingContract:
         assert outcome.verdict is Verdict.ACK
         assert heard[-1].mismatch
         assert handler.runs == ["m"]
+
+    async def test_a_failed_message_that_comes_with_another_payload_runs_and_is_reported(self, lab: Lab) -> None:
+        inbox = await lab.inbox(on_mismatch="raise")
+        with pytest.raises(ValueError, match="no"):
+            await inbox.process(lab.message("m", payload=1), Recorder(lab, error=ValueError("no")))
+        outcome = await inbox.process(lab.message("m", payload=2), Recorder(lab))
+        assert outcome.processed, "nothing has taken effect yet, so nothing may be skipped"
+        assert outcome.mismatch
 
     @pytest.mark.parametrize("path", ["cache", "store"])
     async def test_another_payload_raises_where_that_is_asked_for(self, lab: Lab, path: str) -> None:
@@ -291,8 +299,12 @@ class ProcessingContract:
             await inbox.process(message, Recorder(lab, error=ValueError("no")))
         await inbox.process(message, Recorder(lab))
         await inbox.process(message, Recorder(lab))
-        await inbox.process(lab.message(), Recorder(lab, error=Reject("bad")))
-        assert heard.names() == ["Failed", "Processed", "Duplicate", "Dead"]
+        dead = lab.message()
+        for _ in range(2):
+            await inbox.process(dead, Recorder(lab, error=Reject("bad")))
+        with pytest.raises(KeyMissing):
+            await inbox.process(lab.message(), Recorder(lab), key=keys.field("nothing"))
+        assert heard.names() == ["Failed", "Processed", "Duplicate", "Dead", "Duplicate", "Refused"]
 
     async def test_a_listener_that_fails_harms_nobody(self, lab: Lab) -> None:
         def broken(event: Any) -> None:
