@@ -108,10 +108,13 @@ class Writer:
     def _connect(self) -> sqlite3.Connection:
         try:
             connection = connect(self.path)
-            _set_up(connection)
+            try:
+                _set_up(connection)
+            except BaseException:
+                connection.close()
+                raise
         except sqlite3.Error as error:
             raise translated(error, self.path) from error
-        connection.execute("PRAGMA busy_timeout = 0")
         connection.set_authorizer(self._authorize)
         return connection
 
@@ -288,3 +291,4 @@ def _set_up(connection: sqlite3.Connection) -> None:
             time.sleep(0.01)
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA busy_timeout = 0")  # from here on the writer does the waiting
