@@ -190,6 +190,8 @@ def _params(dialect: Dialect, record: Record) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str | None:
+    if isinstance(value, msgspec.Raw):
+        return bytes(value).decode()  # encoded and checked before
     return None if value is None else codec.encode(value, "value").decode()
 
 

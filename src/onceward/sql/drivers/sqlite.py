@@ -173,7 +173,7 @@ class SqliteSession:
         self._raw(f"RELEASE {self._savepoint}")
         self._tx = None
         group = self._writer.join_group()
-        await self._give_turn()
+        self._give_turn()
         await self._writer.wait_for(group)
 
     async def rollback(self) -> None:
@@ -185,15 +185,15 @@ class SqliteSession:
             self._raw(f"ROLLBACK TO {self._savepoint}")
             self._raw(f"RELEASE {self._savepoint}")
 
-    async def _give_turn(self) -> None:
+    def _give_turn(self) -> None:
         turn, self._turn = self._turn, None
         if turn is not None:
             self._writer.guarding = False
-            await self._writer.give(turn)
+            self._writer.give(turn)
 
     async def end(self) -> None:
         await self.rollback()
-        await self._give_turn()
+        self._give_turn()
 
     def is_conflict(self, error: BaseException) -> bool:  # noqa: ARG002 - one writer has none
         return False

@@ -15,12 +15,12 @@ import random
 import sqlite3
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from secrets import token_hex
 
 from onceward.errors import NestedProcess, StoreReadOnly, StoreUnavailable, TryLater
-from onceward.shield import finish, wait_out
+from onceward.shield import wait_out
 
 GROUP = 100
 """Units of work that share one COMMIT, at the most."""
@@ -154,7 +154,7 @@ class Writer:
             if self._group is None:
                 await self._begin_group(deadline)
         except BaseException:
-            await finish(self._pass_on())
+            self._pass_on()
             raise
         turn = Turn(self)
         _turn_of.set(turn)
@@ -169,7 +169,7 @@ class Writer:
             await mine
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled() and mine.exception() is None:
-                await finish(self._pass_on())  # the turn came together with the cancellation
+                self._pass_on()  # the turn came together with the cancellation
             raise
         finally:
             timer.cancel()
@@ -179,19 +179,17 @@ class Writer:
             text = f"waited {wait:g} s for a turn to write to {self.path}: another handler is slow"
             waiting.set_exception(TryLater(reason="store_busy", text=text))
 
-    async def give(self, turn: Turn) -> None:
-        """End a turn: pass it on, or commit the group when nobody waits."""
+    def give(self, turn: Turn) -> None:
+        """End a turn: pass it on, or let the group be committed when nobody waits."""
         if turn.active:
             turn.active = False
-            if self._group is not None and self._group.size < GROUP and self._has_waiting():
-                self._wake_next()
-            else:
-                await finish(self._pass_on())
+            self._pass_on()
 
-    async def _pass_on(self) -> None:
-        if self._group is not None:
-            await self._commit_group()
-        self._wake_next()
+    def _pass_on(self) -> None:
+        if self._group is not None and (self._group.size >= GROUP or not self._has_waiting()):
+            self._commit_group()
+        else:
+            self._wake_next()
 
     def _wake_next(self) -> None:
         while self._waiting:
@@ -236,21 +234,33 @@ class Writer:
             pause = min(pause * 2, 0.01)
         self._group = Group()
 
-    async def _commit_group(self) -> None:
+    def _commit_group(self) -> None:
+        """Commit in the thread; the turn goes on when that has ended.
+
+        Not a task: asyncio.run() cancels every task at its end, and this has to end by itself, or the members of
+        the group would wait for it for ever.
+        """
         group, self._group = self._group, None
         assert group is not None  # noqa: S101 - only called with an open group
-        try:
-            if not self.alive:
-                raise StoreUnavailable(f"{self.path} rolled the transaction back; the disk may be full")
-            if group.size:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._execute, self._commit)
-            else:
-                self.connection.execute(self._rollback)
-            group.settle(None)
-        except Exception as error:  # noqa: BLE001 - whatever it is, every member must hear it
+        loop = asyncio.get_running_loop()
+
+        def ended(commit: Future[None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                loop.call_soon_threadsafe(self._committed, group, commit.exception())
+
+        if group.size and self.alive:
+            self._thread.submit(self._execute, self._commit).add_done_callback(ended)
+        elif self.alive:
+            self.connection.execute(self._rollback)  # nobody wrote anything
+            self._committed(group, None)
+        else:
+            self._committed(group, StoreUnavailable(f"{self.path} ended the transaction; the disk may be full"))
+
+    def _committed(self, group: Group, error: BaseException | None) -> None:
+        if error is not None:
             self._abandon()
-            problem = translated(error, self.path) if isinstance(error, sqlite3.Error) else error
-            group.settle(_not_committed(problem))
+        group.settle(None if error is None else _not_committed(error, self.path))
+        self._wake_next()
 
     def _abandon(self) -> None:
         with contextlib.suppress(sqlite3.Error):
@@ -261,9 +271,10 @@ class Writer:
         self.connection.execute(sql)
 
 
-def _not_committed(error: Exception) -> Exception:
-    if isinstance(error, (StoreUnavailable, TryLater)):
-        return error
+def _not_committed(error: BaseException, path: str) -> Exception:
+    problem = translated(error, path) if isinstance(error, sqlite3.Error) else error
+    if isinstance(problem, (StoreUnavailable, TryLater)):
+        return problem
     unavailable = StoreUnavailable(f"the commit failed: {error}")
     unavailable.__cause__ = error
     return unavailable

@@ -67,6 +67,13 @@ class ProcessingContract:
         from_store, from_cache = await inbox.process(message, pay), await inbox.process(message, pay)
         assert first.result == from_store.result == from_cache.result == Receipt(message.id, 700)
 
+    @pytest.mark.parametrize("result", [[None], {"settled": None}, "null", 0, False, "", [], {}, 1.5, "\0", "é"])
+    async def test_a_result_may_be_any_json_value(self, lab: Lab, result: Any) -> None:
+        message = lab.message()
+        outcomes = [await (await lab.inbox()).process(message, lambda _message: result) for _ in range(2)]
+        assert [outcome.kind for outcome in outcomes] == [Kind.PROCESSED, Kind.DUPLICATE]
+        assert [outcome.result for outcome in outcomes] == [result, result]
+
     async def test_a_handler_without_tx_works(self, lab: Lab) -> None:
         async def note(message: Message[Any]) -> str:
             return message.id
