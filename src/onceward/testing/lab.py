@@ -35,6 +35,10 @@ class Lab(ABC):
     def store(self, **options: Any) -> Store[Any]:
         """A new store on the same database, with connections of its own."""
 
+    @abstractmethod
+    def unreachable(self) -> Store[Any]:
+        """A store whose database is not there."""
+
     def store_behind(self, port: int) -> Store[Any]:
         """A new store whose connections go through a proxy on this port."""
         raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +22,9 @@ class SqliteLab(Lab):
 
     def store(self, **options: Any) -> Store[Any]:
         return SqliteStore(self.path, **options)
+
+    def unreachable(self) -> Store[Any]:
+        return SqliteStore(self.path.parent / "nowhere" / "shop.db")
 
     async def query(self, sql: str) -> list[tuple[Any, ...]]:
         with closing(sqlite3.connect(self.path, timeout=10, isolation_level=None)) as connection:
@@ -43,6 +47,11 @@ class PostgresLab(Lab):
         from onceward.asyncpg import AsyncpgStore  # noqa: PLC0415 - an extra
 
         return AsyncpgStore(self.url, **options)
+
+    def unreachable(self) -> Store[Any]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return self.store_behind(probe.getsockname()[1])
 
     def store_behind(self, port: int) -> Store[Any]:
         from onceward.asyncpg import AsyncpgStore  # noqa: PLC0415

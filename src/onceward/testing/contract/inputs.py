@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from onceward import InvalidMessage, Message, Verdict, keys
+from onceward import Inbox, InvalidMessage, Message, Verdict, keys
 from onceward.errors import (
     InboxClosed,
     InvalidHandler,
@@ -19,6 +19,7 @@ from onceward.errors import (
     SchemaMissing,
     SchemaOutdated,
     SchemaTooNew,
+    StoreUnavailable,
     UsageError,
 )
 from onceward.outcome import verdict_of
@@ -155,6 +156,15 @@ class InputContract:
             await inbox.process(lab.message(), Recorder(lab))
         with pytest.raises(InboxClosed):
             await inbox.get_record(lab.message())
+
+    async def test_a_database_that_is_not_there_is_told(self, lab: Lab) -> None:
+        inbox = Inbox(lab.unreachable(), consumer="billing")
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable) as caught:
+                await inbox.open()
+            assert verdict_of(caught.value) is Verdict.PAUSE
+        with pytest.raises(InboxClosed):
+            await inbox.process(lab.message(), Recorder(lab))
 
     async def test_something_that_is_no_message_is_refused(self, lab: Lab) -> None:
         inbox: Any = await lab.inbox()
