@@ -36,20 +36,38 @@ class Mutant:
     on: tuple[str, ...] = BOTH
 
 
+def claim_late(patch: pytest.MonkeyPatch, claim: Any, insert: Any) -> None:
+    """Claim by looking or not at all, and insert the record only when the handler is done."""
+
+    async def late(self: SqlUnit[Any]) -> None:
+        record, self.late = getattr(self, "late", None), None  # type: ignore[attr-defined]
+        if record is not None:
+            await insert(self, record)
+
+    async def complete(self: SqlUnit[Any], record: Record) -> None:
+        await late(self)
+        await original(self, record)
+
+    async def commit(self: SqlUnit[Any]) -> None:
+        await late(self)
+        await self._session.commit()
+
+    original = SqlUnit.complete
+    patch.setattr(SqlUnit, "claim", claim)
+    patch.setattr(SqlUnit, "complete", complete)
+    patch.setattr(SqlUnit, "commit", commit)
+
+
 def claim_after_the_effect(patch: pytest.MonkeyPatch) -> None:
     async def claim(self: SqlUnit[Any], record: Record) -> Found | None:
         self.late = record  # type: ignore[attr-defined]
         await self._session.begin()
         return None
 
-    async def commit(self: SqlUnit[Any]) -> None:
-        late = getattr(self, "late", None)
-        if late is not None:
-            await self._say(verbs.claim(self._dialect, late))
-        await self._session.commit()
+    async def insert(self: SqlUnit[Any], record: Record) -> None:
+        await self._say(verbs.claim(self._dialect, record))
 
-    patch.setattr(SqlUnit, "claim", claim)
-    patch.setattr(SqlUnit, "commit", commit)
+    claim_late(patch, claim, insert)
 
 
 def check_then_act(patch: pytest.MonkeyPatch) -> None:
@@ -59,16 +77,12 @@ def check_then_act(patch: pytest.MonkeyPatch) -> None:
         self.late = None if found else record  # type: ignore[attr-defined]
         return found
 
-    async def commit(self: SqlUnit[Any]) -> None:
-        late = getattr(self, "late", None)
-        if late is not None:
-            params = verbs._params(self._dialect, late)
-            sql = self._dialect("claim", params).sql.replace("WHERE pg_try_advisory_xact_lock(:lock::bigint)", "")
-            await self._session.execute(plan.Statement(sql, params))
-        await self._session.commit()
+    async def insert(self: SqlUnit[Any], record: Record) -> None:
+        params = verbs._params(self._dialect, record)
+        sql = self._dialect("claim", params).sql.replace("WHERE pg_try_advisory_xact_lock(:lock::bigint)", "")
+        await self._session.execute(plan.Statement(sql, params))
 
-    patch.setattr(SqlUnit, "claim", claim)
-    patch.setattr(SqlUnit, "commit", commit)
+    claim_late(patch, claim, insert)
 
 
 def row_count_ignored(patch: pytest.MonkeyPatch) -> None:

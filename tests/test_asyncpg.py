@@ -15,7 +15,7 @@ import pytest
 from onceward import Inbox, Message, StoreReadOnly, StoreUnavailable, TryLater
 from onceward.asyncpg import AsyncpgStore
 from onceward.errors import UsageError
-from onceward.testing import PostgresLab
+from onceward.testing import PostgresLab, Proxy
 from onceward.testing.lab import Gate, Recorder
 from tests.services.postgres import free_port
 
@@ -228,10 +228,80 @@ async def test_a_task_left_on_the_connection_does_not_hang_the_inbox(postgres_la
         await asyncio.sleep(0)
 
     inbox, message = await postgres_lab.inbox(), postgres_lab.message()
-    with pytest.raises((asyncpg.InterfaceError, StoreUnavailable)):
+    with pytest.raises(UsageError, match="left behind"):
         await asyncio.wait_for(inbox.process(message, leaving), 5)
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (await inbox.process(message, Recorder(postgres_lab))).processed, "the server has noticed"
+
+
+async def test_a_handler_that_gathers_on_tx_fails_and_is_counted(postgres_lab: PostgresLab) -> None:
+    async def greedy(message: Message[Any], tx: asyncpg.Connection) -> None:
+        await asyncio.gather(tx.execute("SELECT pg_sleep(0.1)"), tx.execute("SELECT 1"))
+
+    inbox, message = await postgres_lab.inbox(), postgres_lab.message()
+    for attempt in (1, 2):
+        with pytest.raises(asyncpg.InterfaceError, match="another operation"):
+            await inbox.process(message, greedy)
+        record = await inbox.get_record(message)
+        assert record is not None
+        assert (record.state, record.attempts) == ("failed", attempt)
+    assert (await inbox.process(message, Recorder(postgres_lab))).processed
+
+
+async def test_a_closing_write_that_is_refused_is_the_handlers_failure(postgres_lab: PostgresLab) -> None:
+    await postgres_lab.query(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE EXCEPTION ''refused''; END'"
+    )
+    await postgres_lab.query(
+        "CREATE TRIGGER refuse BEFORE UPDATE ON onceward_records FOR EACH ROW EXECUTE FUNCTION refuse()"
+    )
+    inbox = await postgres_lab.inbox()
+    with pytest.raises(asyncpg.RaiseError, match="refused"):
+        await asyncio.wait_for(inbox.process(postgres_lab.message(), Recorder(postgres_lab)), 10)
+
+
+async def test_a_handler_may_set_another_search_path(postgres_lab: PostgresLab) -> None:
+    await postgres_lab.query("CREATE SCHEMA elsewhere")
+
+    async def wandering(message: Message[Any], tx: asyncpg.Connection) -> str:
+        await tx.execute("SET LOCAL search_path TO elsewhere")
+        return "result"
+
+    inbox, message = await postgres_lab.inbox(cache=0), postgres_lab.message()
+    assert (await inbox.process(message, wandering)).processed
+    assert (await inbox.process(message, wandering)).result == "result"
+
+
+async def test_a_rerun_sees_the_payload_as_it_came(postgres_lab: PostgresLab) -> None:
+    seen = []
+
+    async def meddling(message: Message[Any], tx: asyncpg.Connection) -> None:
+        seen.append(message.payload["amount"])
+        message.payload["amount"] += 1
+        if len(seen) < 3:
+            await tx.execute("DO $$ BEGIN RAISE EXCEPTION 'again' USING ERRCODE = '40001'; END $$")
+
+    assert (await (await postgres_lab.inbox()).process(postgres_lab.message(), meddling)).processed
+    assert seen == [7, 7, 7]
+
+
+async def test_not_waiting_at_all_still_works(postgres_lab: PostgresLab) -> None:
+    inbox = await postgres_lab.inbox(wait=0)
+    assert (await inbox.process(postgres_lab.message(), Recorder(postgres_lab))).processed
+
+
+async def test_a_connection_that_dies_after_commit_does_not_undo_the_answer(postgres_lab: PostgresLab) -> None:
+    proxy = Proxy(*postgres_lab.address)
+    async with proxy.running():
+
+        async def reached(point: str) -> None:
+            if point == "after commit":
+                proxy.cut()
+
+        inbox = await postgres_lab.inbox(store=postgres_lab.store_behind(proxy.port), reached=reached)
+        assert (await inbox.process(postgres_lab.message("m"), Recorder(postgres_lab))).processed
+        assert (await inbox.process(postgres_lab.message("m"), Recorder(postgres_lab))).duplicate
+        await inbox.close()
 
 
 async def test_a_process_killed_inside_a_long_statement_is_taken_over_within_five_seconds(

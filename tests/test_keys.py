@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onceward import Message, Router, keys, lanes, tenants
+from onceward import Inbox, Message, Router, keys, lanes, tenants
 from onceward.errors import InvalidHandler, KeyInvalid, KeyMissing, PayloadUndecodable, TenantMissing, UsageError
 from onceward.handlers import handler_of, shape_of
 from onceward.identity import digest
@@ -105,6 +105,28 @@ def test_what_is_no_strategy_is_refused(strategy: Any) -> None:
 @given(st.lists(st.text(), min_size=1, max_size=4), st.lists(st.text(), min_size=1, max_size=4))
 def test_no_choice_of_parts_makes_two_identities_meet(one: list[str], two: list[str]) -> None:
     assert (digest(*one) == digest(*two)) == (one == two)
+
+
+def test_an_idempotent_function_needs_an_argument_as_key() -> None:
+    inbox = Inbox.connect("sqlite://", consumer="c")
+
+    for key in ("nothing", "self.n", "tx"):
+        with pytest.raises(KeyInvalid, match="not an argument"):
+
+            @inbox.idempotent(key=key)
+            async def refund(self: object, tx: object, order: dict[str, str]) -> None: ...
+
+
+async def test_an_idempotent_function_names_a_missing_field() -> None:
+    async with Inbox.connect("sqlite://", consumer="c") as inbox:
+
+        @inbox.idempotent(key="order.id")
+        async def refund(order: dict[str, str]) -> str:
+            return order["id"]
+
+        with pytest.raises(KeyMissing, match=r"order\.id"):
+            await refund({})
+        assert await refund({"id": "1"}) == "1"
 
 
 def test_lanes() -> None:

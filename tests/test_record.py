@@ -34,6 +34,9 @@ def record(state: State, **fields: object) -> Record:
         (record(State.RUNNING, attempts=1, started=2), POLICY, Decision.EXHAUSTED),
         (record(State.RUNNING, attempts=1, started=1), POLICY, Decision.RUN),
         (record(State.RUNNING, started=9), None, Decision.RUN),
+        (record(State.RUNNING, started=1, next_try_at=NOW + timedelta(seconds=1)), POLICY, Decision.BUSY),
+        (record(State.RUNNING, started=9, next_try_at=NOW + timedelta(seconds=1)), None, Decision.BUSY),
+        (record(State.RUNNING, started=1, next_try_at=NOW), POLICY, Decision.RUN),
         (record(State.FAILED, attempts=1, next_try_at=NOW + timedelta(seconds=1)), POLICY, Decision.LATER),
         (record(State.FAILED, attempts=1, next_try_at=NOW), POLICY, Decision.RUN),
         (record(State.FAILED, attempts=1, next_try_at=NOW + timedelta(seconds=1)), None, Decision.RUN),
@@ -59,7 +62,7 @@ def test_the_states_in_sql_are_those_of_the_table(dialect: str) -> None:
     words = {word for sql in statements.values() for word in re.findall(r"state = '(\w+)'", sql)}
     assert words <= {state.value for state in State}
     assert "AND state = 'dead'" in statements["discard"]
-    assert f"state = '{TRANSITIONS[State.RUNNING, Change.INTERRUPT]}'" in statements["unmark"]
+    assert f"THEN '{TRANSITIONS[State.RUNNING, Change.INTERRUPT]}'" in statements["unmark"]
 
 
 def test_every_error_has_a_docstring_as_message_and_a_verdict() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from onceward import Inbox, Message, StoreReadOnly, StoreUnavailable, TryLater
-from onceward.errors import UsageError
+from onceward.errors import HandlerEndedTransaction, NestedProcess, UsageError
 from onceward.sql.drivers import sqlite_writer
 from onceward.sqlite import SqliteStore
 from onceward.testing import SqliteLab
@@ -101,6 +101,104 @@ async def test_a_commit_that_fails_fails_every_member_of_its_group(
     assert await sqlite_lab.effects() == []
     jobs = [inbox.process(sqlite_lab.message(f"{n}"), Recorder(sqlite_lab)) for n in range(5)]
     assert all(outcome.processed for outcome in await asyncio.gather(*jobs))
+
+
+async def test_a_deferred_constraint_fails_the_one_that_broke_it(sqlite_lab: SqliteLab) -> None:
+    await sqlite_lab.query("CREATE TABLE parents (id INTEGER PRIMARY KEY)")
+    await sqlite_lab.query("CREATE TABLE children (p INTEGER REFERENCES parents DEFERRABLE INITIALLY DEFERRED)")
+
+    async def orphan(message: Message[Any], tx: Any) -> None:
+        await tx.execute("INSERT INTO children VALUES (1)")
+
+    inbox = await sqlite_lab.inbox()
+    handlers = [orphan if n == 3 else Recorder(sqlite_lab) for n in range(8)]
+    jobs = [inbox.process(sqlite_lab.message(f"{n}"), handler) for n, handler in enumerate(handlers)]
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    assert [isinstance(result, sqlite3.IntegrityError) for result in results] == [n == 3 for n in range(8)]
+    assert await sqlite_lab.effects() == [f"{n}" for n in range(8) if n != 3]
+    record = await inbox.get_record(sqlite_lab.message("3"))
+    assert record is not None
+    assert (record.state, record.attempts) == ("failed", 1)
+
+
+async def test_a_statement_that_rolls_everything_back_harms_only_its_own_message(sqlite_lab: SqliteLab) -> None:
+    await sqlite_lab.query("CREATE TABLE single (x INTEGER UNIQUE)")
+    await sqlite_lab.query("INSERT INTO single VALUES (1)")
+
+    async def rolling(message: Message[Any], tx: Any) -> None:
+        await tx.execute("INSERT OR ROLLBACK INTO single VALUES (1)")
+
+    inbox = await sqlite_lab.inbox()
+    handlers = [rolling if n == 3 else Recorder(sqlite_lab) for n in range(8)]
+    jobs = [inbox.process(sqlite_lab.message(f"{n}"), handler) for n, handler in enumerate(handlers)]
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    assert [isinstance(result, HandlerEndedTransaction) for result in results] == [n == 3 for n in range(8)]
+    assert await sqlite_lab.effects() == [f"{n}" for n in range(8) if n != 3]
+    record = await inbox.get_record(sqlite_lab.message("3"))
+    assert record is not None
+    assert record.state == "dead"
+
+
+async def test_slow_handlers_do_not_delay_what_was_done_before_them(sqlite_lab: SqliteLab) -> None:
+    inbox, gate = await sqlite_lab.inbox(), Gate(sqlite_lab)
+
+    async def slow(message: Message[Any], tx: Any) -> None:
+        await asyncio.sleep(sqlite_writer.AGE * 2)
+        await sqlite_lab.write(tx, message.id)
+
+    first = asyncio.ensure_future(inbox.process(sqlite_lab.message("slow"), slow))
+    second = asyncio.ensure_future(inbox.process(sqlite_lab.message("slower"), gate))
+    await gate.started.wait()
+    await asyncio.wait([first], timeout=5)
+    assert first.done(), "committed before the turn went on"
+    gate.go.set()
+    assert (await second).processed
+
+
+async def test_a_cancellation_is_heard_while_a_neighbour_works(sqlite_lab: SqliteLab) -> None:
+    inbox, opening, last = await sqlite_lab.inbox(), Gate(sqlite_lab), Gate(sqlite_lab)
+    jobs = [
+        asyncio.ensure_future(inbox.process(sqlite_lab.message(f"{n}"), handler))
+        for n, handler in enumerate((opening, Recorder(sqlite_lab), last))
+    ]
+    await opening.started.wait()
+    opening.go.set()
+    await last.started.wait()
+    jobs[1].cancel()
+    await asyncio.wait([jobs[1]], timeout=2)
+    assert jobs[1].cancelled()
+    last.go.set()
+    assert (await jobs[2]).processed
+    assert (await (await sqlite_lab.inbox()).process(sqlite_lab.message("1"), Recorder(sqlite_lab))).duplicate
+
+
+async def test_nesting_is_noticed_through_a_symbolic_link(sqlite_lab: SqliteLab, tmp_path: Path) -> None:
+    (tmp_path / "link.db").symlink_to(sqlite_lab.path)
+    inbox = await sqlite_lab.inbox()
+    async with (
+        Inbox(SqliteStore(tmp_path / "link.db"), consumer="other") as other,
+        Inbox.connect("sqlite://", consumer="third") as third,
+    ):
+
+        async def inner(message: Message[Any]) -> None:
+            await other.process(message, lambda message: None)
+
+        async def middle(message: Message[Any]) -> None:
+            await third.process(message, inner)
+
+        for handler in (inner, middle):
+            with pytest.raises(NestedProcess):
+                await inbox.process(sqlite_lab.message(), handler)
+
+
+async def test_reading_cannot_write(sqlite_lab: SqliteLab) -> None:
+    async def on_begin(tx: Any, message: Message[Any]) -> None:
+        await tx.execute("INSERT INTO effects VALUES ('begin')")
+
+    inbox = await sqlite_lab.inbox(on_begin=on_begin)
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        await inbox.get_record(sqlite_lab.message())
+    assert await sqlite_lab.effects() == []
 
 
 async def test_a_transaction_that_sqlite_rolls_back_by_itself_is_not_acknowledged(sqlite_lab: SqliteLab) -> None:

@@ -7,8 +7,9 @@ it. What is raised here is not the handler's: TryLater, PayloadMismatch, errors 
 
 from __future__ import annotations
 
+import asyncio
 import traceback
-from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +21,7 @@ from onceward.errors import (
     AttemptsExhausted,
     HandlerEndedTransaction,
     MessageDead,
+    OncewardError,
     PayloadMismatch,
     RecordNotFound,
     Reject,
@@ -28,75 +30,33 @@ from onceward.errors import (
     StoreUnavailable,
     TryLater,
 )
-from onceward.handlers import Handler
-from onceward.identity import Identity
-from onceward.message import Message
 from onceward.outcome import Kind, Outcome
 from onceward.record import Change, Decision, Failure, Record, State, decide, from_states
-from onceward.retry import RetryPolicy
-from onceward.shield import finish
+from onceward.shield import finish, wait_out
 from onceward.store import Conflict, Found, InFlight, Unit
+from onceward.work import Work
 
-
-class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """One delivery, with everything that is known about how to work on it."""
-
-    message: Message[Any]
-    identity: Identity
-    handler: Handler
-    payload_hash: bytes
-    retry: RetryPolicy | None = None
-    origin: str | None = None
-    redelivered: bool = False
-    host: str = ""
-    raise_on_mismatch: bool = False
-    record_duration: bool = False
-    seen_before: Callable[[Any, Message[Any]], Awaitable[bool]] | None = None
-    replayed: bool = False
-    """A person asked for it: a dead record may run again."""
-    marked: int = 0
-    """1 once a start mark of ours is committed."""
-
-    def draft(self) -> Record:
-        """The record of a run that succeeds. It is what `claim` inserts."""
-        message = self.message
-        return Record(
-            identity=self.identity,
-            message_id=message.id,
-            type=message.type,
-            source=message.source,
-            topic=message.topic,
-            origin=self.origin,
-            state=State.PROCESSED,
-            started=self.marked,
-            payload_hash=self.payload_hash,
-            handler=self.handler.name,
-            host=self.host,
-            occurred_at=message.occurred_at,
-            stream=message.stream,
-            position=message.position,
-        )
-
-    def whole(self, duration_ms: float | None = None) -> Record:
-        """The record with all of the message, so that it can be run again without its broker."""
-        message = self.message
-        return msgspec.structs.replace(
-            self.draft(),
-            payload=message.payload,
-            body=message.body,
-            headers=dict(message.headers),
-            depends_on=message.depends_on,
-            duration_ms=duration_ms,
-        )
+LONGEST_DELAY = 10 * 365 * 86400.0
+"""Seconds. A handler may ask for longer, and no database could write the date."""
 
 
 async def attempt(unit: Unit[Any], work: Work) -> Outcome[Any]:
     """Take one delivery through one unit of work."""
-    if work.redelivered and work.retry is not None and not work.replayed:
-        settled = await _mark_start(unit, work)
-        if settled is not None:
-            return settled
-        work = msgspec.structs.replace(work, marked=1)
+    if not work.redelivered or work.retry is None or work.replayed:
+        return await _claim_and_run(unit, work)
+    settled = await _mark_start(unit, work)
+    if settled is not None:
+        return settled
+    work = msgspec.structs.replace(work, marked=1)
+    try:
+        return await _claim_and_run(unit, work)
+    except BaseException:
+        # Whatever this is, the process did not die of it. (A failure that was kept has taken its mark back itself.)
+        await _take_mark_back(unit, work)
+        raise
+
+
+async def _claim_and_run(unit: Unit[Any], work: Work) -> Outcome[Any]:
     found = await unit.claim(work.draft())
     if found is None:
         if work.replayed:
@@ -105,6 +65,8 @@ async def attempt(unit: Unit[Any], work: Work) -> Outcome[Any]:
         return await _run(unit, work, None)
     settled = await _judge(unit, work, found)
     if settled is not None:
+        if work.marked:
+            await _take_mark_back(unit, work)
         return settled
     if not await unit.take(found.record, work.draft()):
         raise InFlight
@@ -118,43 +80,61 @@ async def _check_dependencies(unit: Unit[Any], work: Work) -> None:
     if not work.message.depends_on or work.replayed:
         return
     missing = await unit.unmet(work.whole())
-    if missing is None:
-        return
-    await unit.rollback()
-    if work.marked:
-        await unit.unmark(work.draft())
-    text = f"it depends on position {missing.position} of {missing.stream!r}, which is not processed yet"
-    raise TryLater(reason="blocked", text=text)
+    if missing is not None:
+        text = f"it depends on position {missing.position} of {missing.stream!r}, which is not processed yet"
+        raise TryLater(reason="blocked", text=text)
 
 
 async def _mark_start(unit: Unit[Any], work: Work) -> Outcome[Any] | None:
-    """A delivery that comes again may be one that killed its process: commit that we start, before we do."""
+    """A delivery that comes again may be one that killed its process: commit that we start, before we do.
+
+    For a second the mark also keeps others away, until the claim does; see `decide`.
+    """
     found = await unit.find(work.identity)
     if found is not None:
         settled = await _judge(unit, work, found)
         if settled is not None:
             return settled
-    if not await unit.mark(found.record if found else None, work.whole()):
+    marking = asyncio.ensure_future(unit.mark(found.record if found else None, work.whole()))
+    try:
+        marked = await wait_out(marking)
+    except asyncio.CancelledError:
+        if not marking.cancelled() and marking.exception() is None and marking.result():
+            await _take_mark_back(unit, work)
+        raise
+    if not marked:
         raise InFlight
     return None
+
+
+async def _take_mark_back(unit: Unit[Any], work: Work) -> None:
+    async def take_back() -> None:
+        await unit.rollback()
+        await unit.unmark(work.draft())
+
+    # Where even this cannot be written, the mark stays, and counts as the crash that it looks like.
+    with suppress(OncewardError):
+        await finish(take_back())
 
 
 async def _judge(unit: Unit[Any], work: Work, found: Found) -> Outcome[Any] | None:
     """What an existing record means for this delivery. None: run it."""
     if work.replayed and found.record.state is State.DEAD:
         return None
-    # Our own start mark is not a crash.
-    record = msgspec.structs.replace(found.record, started=found.record.started - work.marked)
-    decision = decide(record, work.retry, found.now)
-    if decision is Decision.RUN:
-        return None
-    mismatch = compare(work, record.payload_hash)
-    match decision:
+    record = found.record
+    if work.marked:  # our own start mark is neither a crash nor somebody else's
+        record = msgspec.structs.replace(record, started=record.started - 1, next_try_at=None)
+    match decide(record, work.retry, found.now):
+        case Decision.RUN:
+            return None
+        case Decision.BUSY:
+            raise InFlight
         case Decision.DUPLICATE:
+            mismatch = compare(work, record.payload_hash)
             result = work.handler.restored(record.result)
             return Outcome(Kind.DUPLICATE, result=result, mismatch=mismatch, record=record)
         case Decision.ACCEPTED:
-            return Outcome(Kind.ACCEPTED, mismatch=mismatch, record=record)
+            return Outcome(Kind.ACCEPTED, mismatch=compare(work, record.payload_hash), record=record)
         case Decision.LATER:
             raise TryLater(
                 (record.next_try_at - found.now).total_seconds() if record.next_try_at else None,
@@ -165,7 +145,7 @@ async def _judge(unit: Unit[Any], work: Work, found: Found) -> Outcome[Any] | No
         case Decision.EXHAUSTED:
             return await _exhausted(unit, work, record)
         case Decision.DEAD:
-            return dead_outcome(record, mismatch=mismatch)
+            return dead_outcome(record, mismatch=compare(work, record.payload_hash))
 
 
 def compare(work: Work, payload_hash: bytes | None) -> bool:
@@ -204,7 +184,7 @@ async def _run(unit: Unit[Any], work: Work, before: Record | None) -> Outcome[An
     number = (before.attempts if before else 0) + 1
     token = enter(Current(work.identity, work.handler.name, number, work.redelivered, work.origin))
     try:
-        if before is None and work.seen_before is not None and await work.seen_before(unit.tx, work.message):
+        if work.seen_before is not None and not work.replayed and await work.seen_before(unit.tx, work.message):
             kind, result = Kind.DUPLICATE, None
         else:
             result = await work.handler.run(work.handler.decoded(work.message), unit.tx)
@@ -248,8 +228,6 @@ async def _failed(
             raise HandlerEndedTransaction from error
         raise error
     if not isinstance(error, Exception):
-        if work.marked:
-            await finish(unit.unmark(work.draft()))  # interrupted, not crashed
         raise error
     if unit.lost:
         raise StoreUnavailable(f"the connection was lost while the handler ran: {error}") from error
@@ -259,11 +237,14 @@ async def _failed(
     crashes = (before.started if before else 0) - work.marked
     state, delay = _consequence(error, work, attempts, max(0, crashes))
     kept = await unit.fail(work.whole(duration_ms), failure_of(error), state, delay, replayed=work.replayed)
+    if kept is None and state is State.DEAD:
+        raise InFlight  # another runner has it, and nothing is kept of this run: its outcome counts
     retry_at = kept.next_try_at if kept else None
     if isinstance(error, TryLater):
         error.retry_at = retry_at
     if state is State.FAILED:
-        error.add_note(f"onceward: attempt {attempts} of {work.message.type} {work.message.id!r} failed and is kept")
+        with suppress(Exception):  # a frozen exception
+            error.add_note(f"onceward: attempt {attempts} of {work.message.type} {work.message.id!r} failed")
     kind = Kind.DEAD if state is State.DEAD else Kind.FAILED
     return Outcome(kind, error=error, retry_at=retry_at, record=kept, attempts=attempts, duration_ms=duration_ms)
 
@@ -275,7 +256,7 @@ def _consequence(error: Exception, work: Work, attempts: int, crashes: int) -> t
     if work.retry is not None and work.retry.exhausted(attempts + crashes):
         return State.DEAD, None
     if isinstance(error, TryLater) and error.delay is not None:
-        return State.FAILED, error.delay
+        return State.FAILED, min(max(error.delay, 0.0), LONGEST_DELAY)
     return State.FAILED, None if work.retry is None else work.retry.delay(attempts)
 
 
@@ -287,10 +268,17 @@ async def _bury_ended(unit: Unit[Any], work: Work, error: BaseException) -> None
     await finish(unit.bury(work.whole(), failure, over=over))
 
 
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001 - a __str__ of the user's
+        return f"(its text cannot be shown: {type(broken).__name__})"
+
+
 def failure_of(error: BaseException) -> Failure:
     lines = traceback.format_exception(error, limit=-8)
     return Failure(
         type=type(error).__qualname__,
-        text=codec.printable(str(error)),
+        text=codec.printable(_text(error)),
         traceback="\n".join(codec.printable(line) for line in "".join(lines).splitlines())[-8000:],
     )

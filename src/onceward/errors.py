@@ -128,7 +128,8 @@ class TryLater(OncewardError):
         retry_at: datetime | None = None,
     ) -> None:
         super().__init__(text or f"try later ({reason})")
-        self.delay: float | None = delay.total_seconds() if isinstance(delay, timedelta) else delay
+        seconds = delay.total_seconds() if isinstance(delay, timedelta) else delay
+        self.delay: float | None = None if seconds is None or seconds != seconds else seconds  # noqa: PLR0124 - NaN
         self.reason = reason
         self.retry_at = retry_at
 

@@ -64,6 +64,9 @@ class Cache:
             self._done.move_to_end(digest)
         return done
 
+    def clear(self) -> None:
+        self._done.clear()
+
     def put(self, digest: bytes, done: Done) -> None:
         if self._size <= 0 or (done.result is not None and len(done.result) > self.LARGEST_RESULT):
             return

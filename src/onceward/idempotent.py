@@ -55,7 +55,8 @@ class Idempotent(msgspec.Struct, frozen=True):
 
     def _check(self, name: str, visible: inspect.Signature) -> None:
         for path in self._names():
-            if path.split(".")[0] not in visible.parameters:
+            first = path.split(".")[0]
+            if first not in visible.parameters or first in ("self", "cls"):
                 raise KeyInvalid(f"key={path!r} is not an argument of {name}{visible}")
 
     def _key_of(self, arguments: dict[str, Any]) -> str:

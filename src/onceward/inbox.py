@@ -15,7 +15,6 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import msgspec
 
 from onceward import codec, events, keys, tenants
-from onceward.attempt import Work
 from onceward.errors import (
     HandlerNotFound,
     InboxClosed,
@@ -35,11 +34,12 @@ from onceward.outcome import Kind, Outcome, raised
 from onceward.record import Record, State
 from onceward.retry import RetryPolicy
 from onceward.settle import Settler
+from onceward.shield import LoopLock
 from onceward.store import Store
 from onceward.tenants import TenantLike
+from onceward.work import Work
 
 Tx = TypeVar("Tx")
-P = TypeVar("P")
 R = TypeVar("R")
 
 OnMismatch = Literal["report", "raise"]
@@ -96,6 +96,7 @@ class Inbox(Generic[Tx]):
         self._settler = Settler(store, wait=wait, on_begin=on_begin, cache=cache)
         self._host = f"{socket.gethostname()}:{os.getpid()}"
         self._open = False
+        self._opening = LoopLock()
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -110,13 +111,15 @@ class Inbox(Generic[Tx]):
         return Inbox(store_from_url(url, schema=schema), consumer=consumer, **options)
 
     async def open(self) -> None:
-        if not self._open:
-            await self.store.open()
-            self._open = True
+        async with self._opening.of_this_loop():
+            if not self._open:
+                await self.store.open()
+                self._open = True
 
     async def close(self) -> None:
         if self._open:
             self._open = False
+            self._settler.forget()
             await self.store.close()
 
     async def setup(self) -> None:
@@ -181,8 +184,20 @@ class Inbox(Generic[Tx]):
     @overload
     async def process(
         self,
-        message: Message[P],
-        handler: Callable[[Message[P], Tx], Awaitable[R]] | Callable[[Message[P]], Awaitable[R]],
+        message: Message[Any],
+        handler: Callable[[Message[Any], Tx], Awaitable[R]] | Callable[[Message[Any]], Awaitable[R]],
+        *,
+        key: KeyLike | None = ...,
+        retry: RetryPolicy | None = ...,
+        origin: str | None = ...,
+        redelivered: bool = ...,
+    ) -> Outcome[R]: ...
+
+    @overload
+    async def process(
+        self,
+        message: Message[Any],
+        handler: Callable[[Message[Any], Tx], R] | Callable[[Message[Any]], R],
         *,
         key: KeyLike | None = ...,
         retry: RetryPolicy | None = ...,
@@ -268,7 +283,9 @@ class Inbox(Generic[Tx]):
     ) -> Work:
         try:
             identity = identity or self.identity_of(message, key=key or handler.key)
-            payload_hash = self._payload_hash(message)
+            payload = None if message.payload is None else codec.encode(message.payload)
+            headers = codec.encode(dict(message.headers), "headers") if message.headers else None
+            payload_hash = self._payload_hash(message, payload)
         except InvalidMessage as error:
             self._bus.emit(
                 events.Refused(consumer=self.consumer, type=message.type, message_id=message.id, error=error)
@@ -282,8 +299,10 @@ class Inbox(Generic[Tx]):
             identity=identity,
             handler=handler,
             payload_hash=payload_hash,
+            payload=None if payload is None else msgspec.Raw(payload),
+            headers=None if headers is None else msgspec.Raw(headers),
             retry=retry or handler.retry or self._retry,
-            origin=origin,
+            origin=None if origin is None else codec.printable(str(origin)),
             redelivered=redelivered,
             host=self._host,
             raise_on_mismatch=self._on_mismatch == "raise" if raise_on_mismatch is None else raise_on_mismatch,
@@ -298,19 +317,15 @@ class Inbox(Generic[Tx]):
         strategy = keys.of(key) if key else (registered.key if registered and registered.key else self._key)
         return Identity(self.consumer, self._tenant(message), strategy.scope(message), keys.check(strategy(message)))
 
-    def _payload_hash(self, message: Message[Any]) -> bytes:
+    def _payload_hash(self, message: Message[Any], payload: bytes | None) -> bytes:
         """Of what makes two payloads the same: the fingerprint, else the bytes as they came, else sorted JSON."""
-        if message.body is not None and len(message.body) > self._max_payload:
-            raise self._too_large(len(message.body))
+        data = message.body if message.body is not None else payload or b"null"
+        size = max(len(data), len(payload or b""))
+        if size > self._max_payload:
+            raise self._too_large(size)
         if self._fingerprint is not None:
             seen = self._fingerprint(message)
             data = seen if isinstance(seen, bytes) else codec.encode(seen, "fingerprint")
-        elif message.body is not None:
-            data = message.body
-        else:
-            data = codec.encode(message.payload)
-            if len(data) > self._max_payload:
-                raise self._too_large(len(data))
         return hashlib.sha256(data).digest()
 
     def _too_large(self, size: int) -> PayloadTooLarge:

@@ -65,7 +65,7 @@ def check(key: object) -> str:
         raise KeyInvalid("the key contains a lone surrogate and is not valid Unicode") from error
     if size > MAX_KEY:
         raise KeyInvalid(f"the key has {size} bytes; {MAX_KEY} are allowed. Use keys.payload_hash or fewer fields.")
-    return key
+    return key if type(key) is str else str.__str__(key)
 
 
 def field(path: str, *, name: str | None = None) -> Key:
@@ -127,6 +127,8 @@ def _scalar(message: Message[Any], path: str) -> Any:
 
 def scalar(value: Any, path: str) -> Any:
     """A value that can be part of a key, or an error that says why not."""
+    if value is NOTHING:
+        value = None
     if value is None or value == "":
         raise KeyMissing(f"the key field {path!r} is {'missing or null' if value is None else 'empty'}", field=path)
     if isinstance(value, float) and not math.isfinite(value):
@@ -146,21 +148,21 @@ def look_up(message: Message[Any], path: str) -> Any:
     """A dotted path in the payload; where the payload has no such field, in the envelope. None for nothing."""
     parts = path.split(".")
     found = walk(payload_of(message), parts)
-    if found is _NOTHING:
+    if found is NOTHING:
         found = walk(message, parts)
-    return None if found is _NOTHING else found
+    return None if found is NOTHING else found
 
 
-_NOTHING = object()
+NOTHING = object()
 
 
 def walk(value: Any, parts: list[str]) -> Any:
     """Through mappings by key and through models by attribute."""
     for part in parts:
         if isinstance(value, Mapping):
-            value = value.get(part, _NOTHING)
+            value = value.get(part, NOTHING)
         elif value is None or isinstance(value, (str, int, float, list, tuple)):
-            return _NOTHING
+            return NOTHING
         else:
-            value = getattr(value, part, _NOTHING)
+            value = getattr(value, part, NOTHING)
     return value

@@ -9,10 +9,11 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from onceward import codec
 from onceward.errors import InvalidMessage, PayloadInvalid
@@ -31,8 +32,10 @@ class Position(msgspec.Struct, frozen=True):
     tenant: str | None = None
 
     def __post_init__(self) -> None:
-        check_text("stream", self.stream)
-        _check_position(self.position)
+        force_setattr(self, "stream", check_text("stream", self.stream))
+        force_setattr(self, "position", check_position(self.position))
+        if self.tenant is not None:
+            force_setattr(self, "tenant", check_text("tenant", self.tenant))
 
 
 class Message(msgspec.Struct, Generic[P], frozen=True):
@@ -52,24 +55,35 @@ class Message(msgspec.Struct, Generic[P], frozen=True):
     body: bytes | None = None
 
     def __post_init__(self) -> None:
-        check_text("id", self.id, "The producer has to give every message a stable id of its own.")
-        check_text("type", self.type)
-        if self.source:
-            check_text("source", self.source)
-        if self.topic:
-            check_text("topic", self.topic)
+        self._check("id", self.id, "The producer has to give every message a stable id of its own.")
+        self._check("type", self.type)
+        if self.source != "":
+            self._check("source", self.source, "Leave it away where there is none.")
+        if self.topic != "":
+            self._check("topic", self.topic, "Leave it away where there is none.")
         if self.tenant is not None:
-            check_text("tenant", self.tenant)
+            self._check("tenant", self.tenant)
         if self.stream is not None:
-            check_text("stream", self.stream)
+            self._check("stream", self.stream)
         if self.position is not None:
-            _check_position(self.position)
+            force_setattr(self, "position", check_position(self.position))
+        if not isinstance(self.headers, Mapping) or not all(isinstance(name, str) for name in self.headers):
+            raise InvalidMessage("headers is not a mapping with string keys; leave it away where there are none")
+        if self.body is not None and type(self.body) is not bytes:
+            if not isinstance(self.body, (bytes, bytearray, memoryview)):
+                raise InvalidMessage(f"body is a {type(self.body).__name__}; it is the bytes as they came")
+            force_setattr(self, "body", bytes(self.body))
         if self.stream is not None and any(self._is_self(needed) for needed in self.depends_on):
             raise InvalidMessage("the message depends on its own position")
         if isinstance(self.payload, (bytes, bytearray, memoryview)):
             raise InvalidMessage("the payload is bytes; pass its decoded value as payload= and the bytes as body=")
-        if self.occurred_at is not None and self.occurred_at.tzinfo is None:
-            raise InvalidMessage("occurred_at has no time zone; use datetime.now(timezone.utc)")
+        if self.occurred_at is not None:
+            force_setattr(self, "occurred_at", _in_utc(self.occurred_at))
+
+    def _check(self, name: str, value: object, advice: str = "") -> None:
+        text = check_text(name, value, advice)
+        if text is not value:
+            force_setattr(self, name, text)
 
     def _is_self(self, needed: Position) -> bool:
         return (needed.stream, needed.position) == (self.stream, self.position) and needed.tenant in (None, self.tenant)
@@ -100,8 +114,11 @@ def stream_of(type: str, id: Any) -> str:  # noqa: A002 - the words of the domai
     return codec.encode([type, id], "stream id").decode()
 
 
-def check_text(name: str, value: object, advice: str = "") -> None:
-    """A text that every store can hold and that keeps its bytes; InvalidMessage says what is wrong with it."""
+def check_text(name: str, value: object, advice: str = "") -> str:
+    """A text that every store can hold and that keeps its bytes; InvalidMessage says what is wrong with it.
+
+    An enum or another kind of string comes back as the plain string that it is.
+    """
     if not isinstance(value, str):
         kind = "missing" if value is None else f"a {type(value).__name__}, not a string"
         raise InvalidMessage(f"{name} is {kind}. {advice}".rstrip())
@@ -115,11 +132,22 @@ def check_text(name: str, value: object, advice: str = "") -> None:
         raise InvalidMessage(f"{name} contains a lone surrogate and is not valid Unicode") from error
     if size > MAX_TEXT:
         raise InvalidMessage(f"{name} has {size} bytes; {MAX_TEXT} are allowed. Use a hash of it.")
+    return value if type(value) is str else str.__str__(value)
 
 
-def _check_position(value: object) -> None:
+def check_position(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
         raise InvalidMessage(f"position is {value!r}; it must be an integer from 0 to 2**63-1")
+    return int(value)
+
+
+def _in_utc(moment: object) -> datetime:
+    if not isinstance(moment, datetime) or moment.tzinfo is None:
+        raise InvalidMessage("occurred_at is not a datetime with a time zone; use datetime.now(timezone.utc)")
+    try:
+        return moment.astimezone(UTC)
+    except OverflowError as error:
+        raise InvalidMessage("occurred_at is outside of the years that can be written") from error
 
 
 _CORE_ATTRIBUTES = {"id", "source", "type", "specversion", "time", "data", "data_base64"}

@@ -156,6 +156,7 @@ class Decision(Enum):
     """What a delivery means, given the record of its identity."""
 
     RUN = "run"
+    BUSY = "busy"
     DUPLICATE = "duplicate"
     ACCEPTED = "accepted"
     LATER = "later"
@@ -172,6 +173,8 @@ def decide(record: Record, policy: RetryPolicy | None, now: datetime) -> Decisio
             return Decision.ACCEPTED
         case State.DEAD | State.DISCARDED:
             return Decision.DEAD
+        case State.RUNNING if record.next_try_at is not None and record.next_try_at > now:
+            return Decision.BUSY  # marked a moment ago: its runner is on the way from the mark to the claim
         case State.RUNNING | State.FAILED:
             if policy is None:
                 return Decision.RUN

@@ -11,12 +11,13 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
 from onceward import codec
-from onceward.attempt import Work, attempt, compare
+from onceward.attempt import attempt, compare
 from onceward.errors import TryLater
 from onceward.flights import Cache, Done, Flights, in_flight
 from onceward.message import Message
 from onceward.outcome import Kind, Outcome
 from onceward.store import Conflict, InFlight, Store, Unit
+from onceward.work import Work
 
 Tx = TypeVar("Tx")
 
@@ -44,6 +45,10 @@ class Settler(Generic[Tx]):
         hook = self._on_begin
         begin = None if hook is None else lambda tx: hook(tx, message)
         return self._store.unit(begin=begin, wait=self._wait, read_only=read_only)
+
+    def forget(self) -> None:
+        """The database may be another one the next time it is opened."""
+        self._cache.clear()
 
     async def settle(self, work: Work) -> Outcome[Any]:
         known = self._known(work)
@@ -77,6 +82,7 @@ class Settler(Generic[Tx]):
                 if conflicts >= CONFLICTS:
                     text = f"the database asked {conflicts} times to run the transaction again"
                     raise TryLater(reason="store_busy", text=text) from conflict.__cause__
+                work = work.afresh()
             else:
                 self._remember(work, outcome)
                 return outcome

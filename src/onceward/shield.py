@@ -9,6 +9,20 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class LoopLock:
+    """A lock that can be made at import time and used by one event loop after another."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = asyncio.Lock()
+
+    def of_this_loop(self) -> asyncio.Lock:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._lock = loop, asyncio.Lock()
+        return self._lock
+
+
 async def finish(work: Coroutine[Any, Any, T]) -> T:
     """Run it to its end. A cancellation that arrives meanwhile is raised afterwards, in place of the result."""
     return await wait_out(asyncio.ensure_future(work))

@@ -24,8 +24,8 @@ def of(strategy: TenantLike | None) -> Callable[[Message[Any]], str]:
     if strategy is None:
         return lambda message: message.tenant or DEFAULT
     if isinstance(strategy, str):
-        check_text("tenant", strategy)
-        return lambda _message: strategy
+        fixed = check_text("tenant", strategy)
+        return lambda _message: fixed
     if isinstance(strategy, ContextVar):
         variable = strategy
         return lambda message: _required(variable.get(None), message, f"the context variable {variable.name!r}")
@@ -51,5 +51,4 @@ def header(name: str) -> Tenant:
 def _required(tenant: object, message: Message[Any], where: str) -> str:
     if tenant is None or tenant == "":
         raise TenantMissing(f"message {message.id!r} of type {message.type!r} has no tenant ({where} gave none)")
-    check_text("tenant", tenant)
-    return str(tenant)
+    return check_text("tenant", tenant)

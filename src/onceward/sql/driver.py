@@ -20,7 +20,12 @@ class Session(Protocol[Tx_co]):
         """The handle for the handler of the transaction that is open."""
 
     @property
-    def lost(self) -> bool: ...
+    def lost(self) -> bool:
+        """The connection, or the transaction, was lost by no fault of the handler's."""
+
+    @property
+    def gone(self) -> bool:
+        """The connection cannot be used any more, whoever ended it."""
 
     async def begin(self, first: Statement | None = None) -> Result:
         """Begin a transaction, with its first statement in the same trip where the driver can."""

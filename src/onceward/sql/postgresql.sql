@@ -34,7 +34,7 @@ LIMIT 1
 
 -- name: take
 UPDATE onceward_records
-SET state = 'processed', attempts = attempts + 1, started = started - :unmark::int, processed_at = now(),
+SET state = 'processed', attempts = attempts + 1, started = greatest(0, started - :unmark::int), processed_at = now(),
     payload = NULL, body = NULL, headers = NULL, payload_hash = :payload_hash::bytea, next_try_at = NULL,
     origin = :origin::text, handler = :handler::text, host = :host::text
 WHERE identity = :identity::text::uuid
@@ -46,24 +46,31 @@ UPDATE onceward_records
 SET result = :result::text::json, extra = :extra::text::json, duration_ms = :duration_ms::float8
 WHERE identity = :identity::text::uuid
 
+-- For a second the mark keeps others away, until its runner has made its claim.
 -- name: mark
 INSERT INTO onceward_records (
     identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
-    payload, body, headers, payload_hash, handler, host, occurred_at, stream, position, depends_on)
+    payload, body, headers, payload_hash, handler, host, occurred_at, stream, position, depends_on,
+    next_try_at)
 SELECT
     :identity::text::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
     :source::text, :topic::text, :origin::text, 'running', 0, 1,
     :payload::text::json, :body::bytea, :headers::text::json, :payload_hash::bytea, :handler::text, :host::text,
-    :occurred_at::timestamptz, :stream::text, :position::bigint, :depends_on::text::json
+    :occurred_at::timestamptz, :stream::text, :position::bigint, :depends_on::text::json,
+    clock_timestamp() + interval '1 second'
 WHERE pg_try_advisory_xact_lock(:lock::bigint)
 ON CONFLICT (identity) DO UPDATE
-SET state = 'running', started = onceward_records.started + 1, handler = excluded.handler, host = excluded.host
+SET state = 'running', started = onceward_records.started + 1, handler = excluded.handler, host = excluded.host,
+    next_try_at = excluded.next_try_at
 WHERE onceward_records.state = ANY (string_to_array(:from_states::text, ','))
   AND onceward_records.attempts = :was_attempts::int AND onceward_records.started = :was_started::int
 
 -- name: unmark
-UPDATE onceward_records SET state = 'failed', started = started - 1
-WHERE identity = :identity::text::uuid AND state = 'running' AND started > 0
+UPDATE onceward_records
+SET started = greatest(0, started - 1),
+    next_try_at = CASE WHEN state = 'running' THEN NULL ELSE next_try_at END,
+    state = CASE WHEN state = 'running' THEN 'failed' ELSE state END
+WHERE identity = :identity::text::uuid AND started > 0
 
 -- The error is appended to the last nine. A record that changed meanwhile (somebody else succeeded) is left alone.
 -- name: fail
@@ -81,7 +88,7 @@ SELECT
 WHERE pg_try_advisory_xact_lock(:lock::bigint)
 ON CONFLICT (identity) DO UPDATE
 SET state = excluded.state, attempts = onceward_records.attempts + :counted::int,
-    started = onceward_records.started - :unmark::int,
+    started = greatest(0, onceward_records.started - :unmark::int),
     errors = jsonb_path_query_array(coalesce(onceward_records.errors, '[]'), '$[last - 8 to last]') || excluded.errors,
     payload = excluded.payload, body = excluded.body, headers = excluded.headers,
     payload_hash = excluded.payload_hash, origin = excluded.origin, handler = excluded.handler,
@@ -96,7 +103,7 @@ RETURNING
 
 -- name: discard
 UPDATE onceward_records SET state = 'discarded', payload = NULL, body = NULL, headers = NULL
-WHERE identity = :identity::text::uuid AND state = 'dead'
+WHERE identity = :identity::text::uuid AND state = 'dead' AND pg_try_advisory_xact_lock(:lock::bigint)
 
 -- name: schema_version
 SELECT coalesce(max(version), 0) AS version FROM onceward_schema

@@ -22,7 +22,7 @@ LIMIT 1
 
 -- name: take
 UPDATE onceward_records
-SET state = 'processed', attempts = attempts + 1, started = started - :unmark,
+SET state = 'processed', attempts = attempts + 1, started = max(0, started - :unmark),
     processed_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now'),
     payload = NULL, body = NULL, headers = NULL, payload_hash = :payload_hash, next_try_at = NULL,
     origin = :origin, handler = :handler, host = :host
@@ -34,21 +34,28 @@ UPDATE onceward_records
 SET result = :result, extra = :extra, duration_ms = :duration_ms
 WHERE identity = :identity
 
+-- For a second the mark keeps others away, until its runner has made its claim.
 -- name: mark
 INSERT INTO onceward_records (
     identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
-    payload, body, headers, payload_hash, handler, host, occurred_at, stream, position, depends_on)
+    payload, body, headers, payload_hash, handler, host, occurred_at, stream, position, depends_on,
+    next_try_at)
 VALUES (
     :identity, :consumer, :tenant, :scope, :key, :message_id, :type, :source, :topic, :origin, 'running', 0, 1,
-    :payload, :body, :headers, :payload_hash, :handler, :host, :occurred_at, :stream, :position, :depends_on)
+    :payload, :body, :headers, :payload_hash, :handler, :host, :occurred_at, :stream, :position, :depends_on,
+    strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '1 seconds'))
 ON CONFLICT (identity) DO UPDATE
-SET state = 'running', started = onceward_records.started + 1, handler = excluded.handler, host = excluded.host
+SET state = 'running', started = onceward_records.started + 1, handler = excluded.handler, host = excluded.host,
+    next_try_at = excluded.next_try_at
 WHERE instr(',' || :from_states || ',', ',' || onceward_records.state || ',')
   AND onceward_records.attempts = :was_attempts AND onceward_records.started = :was_started
 
 -- name: unmark
-UPDATE onceward_records SET state = 'failed', started = started - 1
-WHERE identity = :identity AND state = 'running' AND started > 0
+UPDATE onceward_records
+SET started = max(0, started - 1),
+    next_try_at = CASE WHEN state = 'running' THEN NULL ELSE next_try_at END,
+    state = CASE WHEN state = 'running' THEN 'failed' ELSE state END
+WHERE identity = :identity AND started > 0
 
 -- The error is appended to the last nine. A record that changed meanwhile (somebody else succeeded) is left alone.
 -- name: fail
@@ -63,7 +70,7 @@ VALUES (
     strftime('%Y-%m-%dT%H:%M:%fZ', 'now', :delay || ' seconds'), :stream, :position, :depends_on)
 ON CONFLICT (identity) DO UPDATE
 SET state = excluded.state, attempts = onceward_records.attempts + :counted,
-    started = onceward_records.started - :unmark,
+    started = max(0, onceward_records.started - :unmark),
     errors = json_insert(
         CASE WHEN json_array_length(onceward_records.errors) >= 10
              THEN json_remove(onceward_records.errors, '$[0]')

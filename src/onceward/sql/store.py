@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
@@ -10,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
-from onceward.shield import finish
+from onceward.shield import LoopLock, finish
 from onceward.sql import verbs
 from onceward.sql.dialect import DIALECTS, migrations, quoted
 from onceward.sql.driver import Driver, Session
@@ -27,14 +26,14 @@ class SqlStore(Generic[Tx]):
     def __init__(self, driver: Driver[Tx]) -> None:
         self._driver = driver
         self._users = 0
-        self._opening = asyncio.Lock()
+        self._opening = LoopLock()
 
     @property
     def features(self) -> Features:
         return self._driver.features
 
     async def open(self) -> None:
-        async with self._opening:
+        async with self._opening.of_this_loop():
             if self._users == 0:
                 await self._open()
             self._users += 1
@@ -51,14 +50,14 @@ class SqlStore(Generic[Tx]):
             raise
 
     async def close(self) -> None:
-        async with self._opening:
+        async with self._opening.of_this_loop():
             if self._users == 1:
                 await finish(self._driver.close())
             self._users = max(0, self._users - 1)
 
     async def setup(self) -> None:
         """Make or upgrade the tables. Safe with many instances starting at once; the store need not be open."""
-        async with self._opening:
+        async with self._opening.of_this_loop():
             if self._users:
                 await self._migrate()
                 return
@@ -87,7 +86,7 @@ class SqlStore(Generic[Tx]):
         self, *, begin: Begin[Tx] | None = None, wait: float = 5.0, read_only: bool = False
     ) -> AsyncIterator[SqlUnit[Tx]]:
         async with self._driver.session(wait=wait, read_only=read_only) as session:
-            unit = SqlUnit(self._driver, session, begin)
+            unit = SqlUnit(self._driver, session, begin, wait)
             try:
                 yield unit
             finally:
@@ -121,7 +120,9 @@ async def _transaction(session: Session[Any], plan: Plan[T]) -> T:
 class SqlUnit(Generic[Tx]):
     """See onceward.store.Unit."""
 
-    def __init__(self, driver: Driver[Tx], session: Session[Tx], begin: Begin[Tx] | None) -> None:
+    def __init__(self, driver: Driver[Tx], session: Session[Tx], begin: Begin[Tx] | None, wait: float) -> None:
+        self._driver = driver
+        self._wait = wait
         self._dialect = driver.dialect
         self._session = session
         self._begin = begin
@@ -192,6 +193,9 @@ class SqlUnit(Generic[Tx]):
 
     async def _alone(self, plan: Plan[T]) -> T:
         """A transaction of its own, with `on_begin` in it: row-level security applies to our tables too."""
+        if self._session.gone:
+            async with self._driver.session(wait=self._wait) as session:
+                return await SqlUnit(self._driver, session, self._begin, self._wait)._alone(plan)  # noqa: SLF001
         try:
             value = await self._start(plan)
             await self.commit()

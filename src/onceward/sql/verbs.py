@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from onceward import codec
-from onceward.errors import SchemaMissing, SchemaOutdated, SchemaTooNew
+from onceward.errors import HandlerEndedTransaction, SchemaMissing, SchemaOutdated, SchemaTooNew
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
@@ -60,7 +60,9 @@ def unmet(dialect: Dialect, record: Record) -> Plan[Position | None]:
 
 
 def complete(dialect: Dialect, record: Record) -> Plan[None]:
-    yield dialect("complete", _params(dialect, record))
+    completed = yield dialect("complete", _params(dialect, record))
+    if completed.changed != 1:
+        raise HandlerEndedTransaction("the claim is gone: the handler removed it, or changed where tables are found")
 
 
 def mark(dialect: Dialect, found: Record | None, record: Record) -> Plan[bool]:
@@ -147,7 +149,11 @@ def migrated(dialect: Dialect, migration: Migration) -> Plan[None]:
 
 
 def _identity(dialect: Dialect, identity: Identity) -> dict[str, Any]:
-    return {"identity": dialect.identity(identity.digest)}
+    return {
+        "identity": dialect.identity(identity.digest),
+        # The advisory lock of the identity: 8 of its 16 bytes, as a signed bigint.
+        "lock": int.from_bytes(identity.digest[:8], "big", signed=True),
+    }
 
 
 def _was(found: Record) -> dict[str, Any]:
@@ -161,9 +167,7 @@ def _joined(states: tuple[State, ...]) -> str:
 def _params(dialect: Dialect, record: Record) -> dict[str, Any]:
     identity = record.identity
     return {
-        "identity": dialect.identity(identity.digest),
-        # The advisory lock of the identity: 8 of its 16 bytes, as a signed bigint.
-        "lock": int.from_bytes(identity.digest[:8], "big", signed=True),
+        **_identity(dialect, identity),
         "consumer": identity.consumer,
         "tenant": identity.tenant,
         "scope": identity.scope,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-POINTS = ("before claim", "after claim", "before commit", "after commit", "before fail", "after fail")
+POINTS = tuple(f"{when} {verb}" for verb in ("mark", "claim", "commit", "fail") for when in ("before", "after"))
 """Between "after claim" and "before commit" lies the handler, which can stop where it likes."""
 
 Reached = Callable[[str], Awaitable[None]]

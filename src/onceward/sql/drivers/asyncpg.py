@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from secrets import token_hex
-from typing import Any
+from typing import Any, NoReturn
 
 import asyncpg
 
@@ -42,6 +42,7 @@ class AsyncpgSession:
         self._connection = connection
         self._token = ""
         self._guard: GuardedConnection | None = None
+        self._abandoned = False
 
     @property
     def tx(self) -> asyncpg.Connection:
@@ -51,6 +52,10 @@ class AsyncpgSession:
 
     @property
     def lost(self) -> bool:
+        return self.gone and not self._abandoned
+
+    @property
+    def gone(self) -> bool:
         return bool(self._connection.is_closed())
 
     async def begin(self, first: Statement | None = None) -> Result:
@@ -79,8 +84,8 @@ class AsyncpgSession:
                 rows = await self._connection.fetch(sql, *params)
                 return Result(rows, len(rows))
             return Result((), _count(await self._connection.execute(sql, *params)))
-        except Exception as error:
-            raise translated(error, lost=self.lost) from error
+        except Exception as error:  # noqa: BLE001 - told apart there
+            self._raise(error)
 
     async def script(self, sql: str) -> None:
         await self._send(sql)
@@ -88,19 +93,28 @@ class AsyncpgSession:
     async def _send(self, sql: str) -> str:
         try:
             tag: str = await self._connection.execute(sql)
-        except Exception as error:
-            raise translated(error, lost=self.lost) from error
+        except Exception as error:  # noqa: BLE001 - told apart there
+            self._raise(error)
         return tag
 
+    def _raise(self, error: Exception) -> NoReturn:
+        problem = translated(error, lost=self.lost)
+        if problem is error:
+            raise error
+        raise problem from error
+
     async def ended(self) -> bool:
-        if self._guard is None or self.lost:
+        if self._guard is None or self.gone:
             return False
-        if self._guard.end_of_run() or not self._connection.is_in_transaction():
-            return True
+        ended = self._guard.end_of_run()
+        if not await self._guard.is_idle():
+            return False
+        if ended or not self._connection.is_in_transaction():
+            return not self.gone
         try:
             return not await self._connection.fetchval(f"SELECT {self._token_stands()}")
-        except asyncpg.InFailedSQLTransactionError:
-            return False  # an error inside of our transaction, which is what we began
+        except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
+            return False  # an error inside of our transaction, which is what we began; or the connection is lost
 
     def _token_stands(self) -> str:
         return f"coalesce(current_setting('onceward.token', true), '') = '{self._token}'"
@@ -111,9 +125,18 @@ class AsyncpgSession:
         guard, self._guard = self._guard, None
         if guard is None:
             raise UsageError("there is no transaction to commit")
-        if guard.end_of_run() or not self._connection.is_in_transaction():
+        ended = guard.end_of_run()
+        if guard.running:
+            self._abandon()
+            raise UsageError("a task that the handler left behind still uses tx; await it before the handler returns")
+        if ended or not self._connection.is_in_transaction():
             raise HandlerEndedTransaction
         await finish(self._commit())
+
+    def _abandon(self) -> None:
+        """Closing the connection rolls back too."""
+        self._abandoned = True
+        self._connection.terminate()
 
     async def _commit(self) -> None:
         try:
@@ -131,18 +154,21 @@ class AsyncpgSession:
             raise CommitNotApplied(f"COMMIT was answered with {tag}: nothing was written")
 
     async def rollback(self) -> None:
-        if self._guard is not None:
-            self._guard.end_of_run()
-            self._guard = None
-        if not self.lost and self._connection.is_in_transaction():
-            await finish(self._rollback())
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.end_of_run()
+        if not self.gone and (self._connection.is_in_transaction() or (guard is not None and guard.running)):
+            await finish(self._rollback(guard))
 
-    async def _rollback(self) -> None:
+    async def _rollback(self, guard: GuardedConnection | None) -> None:
+        if guard is not None and not await guard.is_idle():
+            self._abandon()
+            return
         try:
             await self._connection.execute("ROLLBACK")
         except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
-            # A task that the handler left behind still uses the connection. Closing it rolls back too.
-            self._connection.terminate()
+            if not self.gone:
+                self._abandon()
 
     def is_conflict(self, error: BaseException) -> bool:
         return is_conflict(error)
@@ -183,6 +209,20 @@ class AsyncpgDriver:
         else:
             self._pool = await self._create_pool()
         self._watch.attach(self._pool)
+        if self.dialect.schema is None:
+            await self._locate()
+
+    async def _locate(self) -> None:
+        """Name the schema of our tables from now on, so that a handler may set another search path."""
+        async with self.session(wait=30.0) as session:
+            found = await session.execute(
+                Statement(
+                    "SELECT nspname::text AS schema FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace "
+                    "WHERE pg_class.oid = to_regclass('onceward_records')"
+                )
+            )
+        if found.rows:
+            self.dialect = dialect.postgresql(found.rows[0]["schema"])
 
     async def _create_pool(self) -> asyncpg.Pool:
         try:
@@ -233,9 +273,11 @@ def translated(error: Exception, *, lost: bool = False) -> Exception:
 
 def is_conflict(error: BaseException | None) -> bool:
     """Also when the handler wrapped it: SQLAlchemy and others keep the driver's error as cause."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
         if getattr(error, "sqlstate", None) in _CONFLICTS:
             return True
+        seen.add(id(error))
         error = error.__cause__
     return False
 

@@ -3,6 +3,7 @@ notices when a handler takes a second connection."""
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -31,11 +32,23 @@ class GuardedConnection:
         self._connection = connection
         self._over = False
         self._ended = False
+        self._savepoints = 0
+        self.running = 0
+        """Verbs that have been called and have not come back."""
+        self._idle = asyncio.Event()
 
     def end_of_run(self) -> bool:
         """Refuse further use. True when the handler had ended the transaction before."""
         self._over = True
         return self._ended
+
+    async def is_idle(self, patience: float = 1.0) -> bool:
+        """Whether nothing uses the connection; a task that was left behind gets a moment to end."""
+        if self.running:
+            self._idle.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), patience)
+        return not self.running
 
     async def execute(self, query: str, *args: Any, timeout: float | None = None) -> str:
         return await self._guarded(self._connection.execute, query, *args, timeout=timeout)  # type: ignore[no-any-return]
@@ -60,16 +73,19 @@ class GuardedConnection:
         """A savepoint: an error that leaves the block undoes what the block wrote, and only that."""
         if options:
             raise UsageError("inside a handler transaction() is a savepoint and takes no options")
-        await self.execute("SAVEPOINT onceward_handler")
+        self._savepoints += 1
+        name = f"onceward_{self._savepoints}"
+        await self.execute(f"SAVEPOINT {name}")
         try:
             yield
         except BaseException:
-            # After a lost connection or an ended transaction there is no savepoint to go back to.
+            # After a lost connection or an ended transaction there is no savepoint to go back to; and where another
+            # task's block has undone this one, the error aborts the transaction, which COMMIT finds out.
             with suppress(HandlerEndedTransaction, UsageError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
-                await self.execute("ROLLBACK TO onceward_handler; RELEASE onceward_handler")
+                await self.execute(f"ROLLBACK TO {name}; RELEASE {name}")
             raise
         else:
-            await self.execute("RELEASE onceward_handler")
+            await self.execute(f"RELEASE {name}")
 
     def is_in_transaction(self) -> bool:
         return True
@@ -88,9 +104,13 @@ class GuardedConnection:
 
     async def _guarded(self, verb: Any, *args: Any, **options: Any) -> Any:
         self._check()
+        self.running += 1
         try:
             return await verb(*args, **options)
         finally:
+            self.running -= 1
+            if not self.running:
+                self._idle.set()
             if not self._connection.is_closed() and not self._connection.is_in_transaction():
                 self._ended = True
                 raise HandlerEndedTransaction
@@ -137,7 +157,7 @@ class PoolWatch:
         """A connection for the inbox itself, for as long as a unit needs it."""
         before = _hold.set(None)
         try:
-            proxy = await pool.acquire(timeout=wait)
+            proxy = await pool.acquire(timeout=max(wait, 0.05))  # with 0 even a free connection comes too late
         finally:
             _hold.reset(before)
         hold = Hold(pool)
@@ -168,8 +188,9 @@ class PoolWatch:
 async def _release(pool: Any, proxy: Any) -> None:
     try:
         await pool.release(proxy)
-    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
-        proxy.terminate()
+    except Exception:  # noqa: BLE001 - a connection that died on its way back says nothing about the message
+        with suppress(Exception):
+            proxy.terminate()
 
 
 _watches: dict[int, PoolWatch] = {}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, closing
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from onceward.errors import (
     HandlerEndedTransaction,
@@ -20,7 +20,7 @@ from onceward.errors import (
 from onceward.sql import dialect
 from onceward.sql.drivers.sqlite_writer import Turn, Writer, connect, primary_code, translated
 from onceward.sql.plan import Result, Statement
-from onceward.store import Features
+from onceward.store import Conflict, Features
 
 
 @lru_cache(maxsize=512)
@@ -37,10 +37,13 @@ class Transaction:
 
     def __init__(self, run: Callable[[Transaction, str, Any], sqlite3.Cursor]) -> None:
         self._execute = run
-        self._depth = 0
+        self._savepoints = 0
+        self.broken = False
+        """A savepoint could not be undone, so nobody knows what would be committed."""
 
     async def execute(self, sql: str, *params: Any) -> int:
-        return self._run(sql, params).rowcount
+        cursor = self._run(sql, params)
+        return len(cursor.fetchall()) if cursor.description else cursor.rowcount
 
     async def executemany(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
         return sum(self._run(sql, tuple(row)).rowcount for row in rows)
@@ -61,21 +64,23 @@ class Transaction:
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[None]:
         """A savepoint: an error that leaves the block undoes what the block wrote, and only that."""
-        self._depth += 1
-        name = f"handler_{self._depth}"
+        self._savepoints += 1
+        name = f"handler_{self._savepoints}"
         self._run(f"SAVEPOINT {name}")
         try:
             yield
         except BaseException:
-            # After a refused COMMIT or a lost transaction there is no savepoint to go back to.
-            with suppress(OncewardError, sqlite3.Error):
-                self._run(f"ROLLBACK TO {name}")
-                self._run(f"RELEASE {name}")
+            self._undo(name)
             raise
         else:
             self._run(f"RELEASE {name}")
-        finally:
-            self._depth -= 1
+
+    def _undo(self, name: str) -> None:
+        try:
+            self._run(f"ROLLBACK TO {name}")
+            self._run(f"RELEASE {name}")
+        except (OncewardError, sqlite3.Error):  # ended, lost, or undone by another task's block
+            self.broken = True
 
     def _run(self, sql: str, params: tuple[Any, ...] = ()) -> sqlite3.Cursor:
         if params and _numbered(sql):
@@ -94,6 +99,10 @@ class SqliteSession:
         self._ended = False
         self._savepoint = f"onceward_{writer.secret}"
         self.lost = False
+
+    @property
+    def gone(self) -> bool:
+        return self._writer.closed
 
     @property
     def tx(self) -> Transaction:
@@ -115,6 +124,13 @@ class SqliteSession:
                 raise HandlerEndedTransaction(
                     "the handler tried to begin or end a transaction itself. It was stopped and nothing it wrote "
                     "stands. Leave COMMIT and ROLLBACK to onceward; `async with tx.transaction()` makes a savepoint."
+                ) from error
+            if isinstance(error, sqlite3.IntegrityError) and not self._writer.alive:
+                self._ended = True
+                self._writer.doom_group(Conflict("a neighbour rolled the transaction back"))
+                raise HandlerEndedTransaction(
+                    "a statement of the handler rolled the whole transaction back (OR ROLLBACK, RAISE(ROLLBACK)). "
+                    "Nothing it wrote stands. Use OR ABORT, or `async with tx.transaction()`."
                 ) from error
             self._look_alive()
             raise
@@ -154,7 +170,7 @@ class SqliteSession:
             return self._writer.connection.execute(sql, params)
         except sqlite3.Error as error:
             self._look_alive()
-            raise _translated(error, self._writer.path) from error
+            _raise(error, self._writer.path)
 
     async def ended(self) -> bool:
         return self._ended
@@ -165,6 +181,8 @@ class SqliteSession:
             raise UsageError("there is no transaction to commit")
         if self._ended:
             raise HandlerEndedTransaction
+        if self._tx.broken:
+            raise UsageError("two tasks of the handler used tx.transaction() at the same time, and one was undone")
         self._look_alive()
         if self.lost:
             raise StoreUnavailable(
@@ -180,8 +198,11 @@ class SqliteSession:
         if self._tx is None:
             return
         self._tx = None
-        self._look_alive()
-        if not self.lost:
+        if not self._ended:
+            self._look_alive()
+        if not self._writer.alive:
+            self._give_turn()  # the group is over, and its members have to hear it
+        elif not self.lost:
             self._raw(f"ROLLBACK TO {self._savepoint}")
             self._raw(f"RELEASE {self._savepoint}")
 
@@ -195,18 +216,21 @@ class SqliteSession:
         await self.rollback()
         self._give_turn()
 
-    def is_conflict(self, error: BaseException) -> bool:  # noqa: ARG002 - one writer has none
-        return False
+    def is_conflict(self, error: BaseException) -> bool:
+        return isinstance(error, Conflict)
 
 
-def _translated(error: sqlite3.Error, path: str) -> Exception:
-    return SchemaMissing() if "no such table: onceward_" in str(error) else translated(error, path)
+def _raise(error: sqlite3.Error, path: str) -> NoReturn:
+    problem = SchemaMissing() if "no such table: onceward_" in str(error) else translated(error, path)
+    if problem is error:
+        raise error
+    raise problem from error
 
 
 class SqliteReadSession:
     """Reads what is committed, on a connection of its own: in WAL mode nothing makes it wait."""
 
-    lost = False
+    lost = gone = False
 
     def __init__(self, connection: sqlite3.Connection, path: str) -> None:
         self._connection = connection
@@ -220,7 +244,7 @@ class SqliteReadSession:
         try:
             rows = self._connection.execute(statement.sql, statement.params).fetchall()
         except sqlite3.Error as error:
-            raise _translated(error, self._path) from error
+            _raise(error, self._path)
         return Result(rows, len(rows))
 
     async def script(self, _sql: str) -> None:
@@ -246,7 +270,7 @@ class SqliteDriver:
 
     def __init__(self, path: str) -> None:
         self.dialect = dialect.sqlite()
-        self._path = path if path == ":memory:" else str(Path(path).absolute())
+        self._path = path if path == ":memory:" else os.path.realpath(path)
         self._writer: Writer | None = None
 
     async def open(self) -> None:
@@ -266,6 +290,7 @@ class SqliteDriver:
             raise StoreUnavailable("the store is not open")
         if read_only and self._path != ":memory:":
             with closing(connect(self._path)) as connection:
+                connection.execute("PRAGMA query_only = ON")
                 yield SqliteReadSession(connection, self._path)
             return
         session = SqliteSession(self._writer, wait)

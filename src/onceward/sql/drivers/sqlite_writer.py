@@ -21,9 +21,13 @@ from secrets import token_hex
 
 from onceward.errors import NestedProcess, StoreReadOnly, StoreUnavailable, TryLater
 from onceward.shield import wait_out
+from onceward.store import Conflict
 
 GROUP = 100
 """Units of work that share one COMMIT, at the most."""
+
+AGE = 0.01
+"""Seconds after which a group is committed before the turn goes on, so that slow handlers make small groups."""
 
 CLOSING = 10.0
 """Seconds that closing waits for the handler whose turn it is."""
@@ -62,9 +66,15 @@ class Group:
 
     def __init__(self) -> None:
         self.size = 0
+        self.began = time.monotonic()
+        self.committing = False
+        self.doom: Exception | None = None
+        """Why the members have to run again, when one of them ended the transaction for all."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def settle(self, error: Exception | None) -> None:
+        if self.done.done():
+            return
         if error is None:
             self.done.set_result(None)
         else:
@@ -75,9 +85,15 @@ class Group:
 class Turn:
     """The right to use the writer's connection, from `take` to `give`."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: Writer, outer: Turn | None) -> None:
         self.writer = writer
+        self.outer = outer
         self.active = True
+
+    def is_inside(self, writer: Writer) -> bool:
+        """Whether this turn, or one around it, is a turn on the same database."""
+        same = self.writer is writer or (self.writer.path == writer.path != ":memory:")
+        return (self.active and same) or (self.outer is not None and self.outer.is_inside(writer))
 
 
 class Writer:
@@ -96,6 +112,9 @@ class Writer:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._busy = False
         self._group: Group | None = None
+        self._closing = False
+        self._alone = 0
+        """How many of the next groups have one member only, to find the one whose commit is refused."""
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -120,11 +139,34 @@ class Writer:
 
     async def close(self) -> None:
         if hasattr(self, "connection"):
-            with contextlib.suppress(TryLater):
-                await self.take(wait=CLOSING)
+            with contextlib.suppress(TryLater):  # a handler that does not end is left without its connection
+                await self._drain()
             self.closed = True
+            self._turn_away()
+            if self._group is not None:
+                self._group.settle(self._was_closed())
             self.connection.close()
         self._thread.shutdown(wait=False)
+
+    async def _drain(self) -> None:
+        """Wait for the turn, and commit what was done before."""
+        if self._busy:
+            await self._queue(CLOSING)
+        self._busy = self._closing = True
+        group = self._group
+        if group is not None:
+            self._commit_group()
+            with contextlib.suppress(Exception):
+                await wait_out(group.done)
+
+    def _turn_away(self) -> None:
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_exception(self._was_closed())
+
+    def _was_closed(self) -> StoreUnavailable:
+        return StoreUnavailable(f"{self.path} was closed while it was in use")
 
     def _authorize(self, action: int, _one: str | None, two: str | None, _db: str | None, _by: str | None) -> int:
         """While a handler runs, nobody but us begins or ends a transaction or touches our savepoint."""
@@ -137,15 +179,14 @@ class Writer:
 
     def refuse_nesting(self) -> None:
         turn = _turn_of.get()
-        if turn is None or not turn.active:
-            return
-        # Every database in memory has the same name, and each is another one.
-        if turn.writer is self or turn.writer.path == self.path != ":memory:":
+        if turn is not None and turn.is_inside(self):
             raise NestedProcess
 
     async def take(self, wait: float) -> Turn:
         """Wait for the turn, then for the write lock. TryLater(store_busy) when that takes too long."""
         self.refuse_nesting()
+        if self.closed or self._closing:
+            raise self._was_closed()
         deadline = time.monotonic() + wait
         if self._busy:
             await self._queue(wait)
@@ -156,7 +197,7 @@ class Writer:
         except BaseException:
             self._pass_on()
             raise
-        turn = Turn(self)
+        turn = Turn(self, _turn_of.get())
         _turn_of.set(turn)
         return turn
 
@@ -186,12 +227,18 @@ class Writer:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        if self._group is not None and (self._group.size >= GROUP or not self._has_waiting()):
+        if self._group is not None and (self._is_full(self._group) or not self._has_waiting() or not self.alive):
             self._commit_group()
         else:
             self._wake_next()
 
+    def _is_full(self, group: Group) -> bool:
+        limit = 1 if self._alone else GROUP
+        return group.size >= limit or (group.size > 0 and time.monotonic() - group.began > AGE)
+
     def _wake_next(self) -> None:
+        if self._closing:
+            self._turn_away()
         while self._waiting:
             following = self._waiting.popleft()
             if not following.done():
@@ -218,7 +265,20 @@ class Writer:
         return self._group
 
     async def wait_for(self, group: Group) -> None:
-        await wait_out(group.done)
+        """Until the group is committed. A cancellation is heard at once while neighbours still work, and after the
+        COMMIT once that has begun; the effect stands either way, and the next delivery is a duplicate."""
+        try:
+            await asyncio.shield(group.done)
+        except asyncio.CancelledError:
+            if group.committing:
+                with contextlib.suppress(Exception):
+                    await wait_out(group.done)
+            raise
+
+    def doom_group(self, reason: Exception) -> None:
+        """A handler made SQLite roll the whole transaction back: the members before it have to run again."""
+        if self._group is not None:
+            self._group.doom = reason
 
     async def _begin_group(self, deadline: float) -> None:
         pause = 0.0005
@@ -231,7 +291,7 @@ class Writer:
                 if not isinstance(problem, TryLater) or time.monotonic() >= deadline:
                     raise problem from error
             await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter
-            pause = min(pause * 2, 0.01)
+            pause = min(pause * 2, 0.002)  # short: the gap between two groups of another process is
         self._group = Group()
 
     def _commit_group(self) -> None:
@@ -248,17 +308,24 @@ class Writer:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
                 loop.call_soon_threadsafe(self._committed, group, commit.exception())
 
+        group.committing = True
         if group.size and self.alive:
             self._thread.submit(self._execute, self._commit).add_done_callback(ended)
         elif self.alive:
             self.connection.execute(self._rollback)  # nobody wrote anything
             self._committed(group, None)
         else:
-            self._committed(group, StoreUnavailable(f"{self.path} ended the transaction; the disk may be full"))
+            full = StoreUnavailable(f"{self.path} ended the transaction; the disk may be full")
+            self._committed(group, group.doom or full)
 
     def _committed(self, group: Group, error: BaseException | None) -> None:
+        self._alone = max(0, self._alone - 1)
         if error is not None:
             self._abandon()
+        if isinstance(error, sqlite3.IntegrityError) and group.size > 1:
+            # A deferred constraint of one of them. Each runs again on its own, and then it is known whose.
+            self._alone = group.size
+            error = Conflict("a neighbour's commit was refused")
         group.settle(None if error is None else _not_committed(error, self.path))
         self._wake_next()
 
@@ -273,7 +340,7 @@ class Writer:
 
 def _not_committed(error: BaseException, path: str) -> Exception:
     problem = translated(error, path) if isinstance(error, sqlite3.Error) else error
-    if isinstance(problem, (StoreUnavailable, TryLater)):
+    if isinstance(problem, (StoreUnavailable, TryLater, Conflict, sqlite3.IntegrityError)):
         return problem
     unavailable = StoreUnavailable(f"the commit failed: {error}")
     unavailable.__cause__ = error

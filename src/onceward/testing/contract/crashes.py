@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
+from collections import Counter
+from typing import Any
 
 import pytest
 
-from onceward import RetryPolicy, State
+from onceward import Message, RetryPolicy, State
+from onceward.errors import HandlerEndedTransaction, StoreUnavailable
 from onceward.outcome import Kind
+from onceward.testing.contract.base import needs
 from onceward.testing.lab import Lab, Recorder
+from onceward.testing.proxy import Proxy
 
 KILLED = -signal.SIGKILL
 RETRY = RetryPolicy(max_attempts=3, base=0.0)
@@ -76,6 +82,62 @@ class CrashContract:
         await lab.child(ids=["m"])
         inbox = await lab.inbox(retry=RETRY)
         assert (await inbox.process(lab.message("m"), Recorder(lab), redelivered=True)).duplicate
+
+    @pytest.mark.parametrize("point", ["before mark", "after mark", "before claim", "after claim", "before commit"])
+    async def test_a_cancellation_after_the_mark_is_not_a_crash(self, lab: Lab, point: str) -> None:
+        async def reached(at: str) -> None:
+            if at == point:
+                task.cancel()
+
+        message = lab.message()
+        inbox = await lab.inbox(reached=reached, retry=RetryPolicy(max_attempts=1, base=0.0))
+        task = asyncio.ensure_future(inbox.process(message, Recorder(lab), redelivered=True))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        record = await inbox.get_record(message)
+        assert record is None or record.started == 0
+        again = await (await lab.inbox(retry=RETRY)).process(message, Recorder(lab), redelivered=True)
+        assert again.kind in (Kind.PROCESSED, Kind.DUPLICATE)
+        assert await lab.effects() == [message.id]
+
+    async def test_twins_do_not_take_each_other_for_crashes(self, lab: Lab) -> None:
+        ids = [f"{number:02}" for number in range(20)]
+        jobs = [lab.child(ids=ids, redelivered=True, max_attempts=2, concurrency=4) for _ in range(3)]
+        reports = await asyncio.gather(*jobs)
+        kinds = Counter(line["kind"] for _, lines in reports for line in lines)
+        assert kinds == {"processed": 20, "duplicate": 40}
+        assert await lab.effects() == ids
+        assert await lab.query("SELECT DISTINCT started FROM onceward_records") == [(0,)]
+
+    async def test_a_lost_connection_is_not_a_crash(self, lab: Lab) -> None:
+        needs(lab, "network")
+        proxy = Proxy(*lab.address)
+        async with proxy.running():
+            inbox, message = await lab.inbox(store=lab.store_behind(proxy.port), retry=RETRY), lab.message()
+
+            async def unlucky(message: Message[Any], tx: Any) -> None:
+                proxy.cut()
+                await lab.write(tx, message.id)
+
+            for _ in range(4):
+                with pytest.raises(StoreUnavailable):
+                    await inbox.process(message, unlucky, redelivered=True)
+            record = await inbox.get_record(message)
+            assert record is not None
+            assert (record.started, record.attempts) == (0, 0)
+            assert (await inbox.process(message, Recorder(lab), redelivered=True)).processed
+            await inbox.close()
+
+    async def test_a_handler_that_ends_a_marked_transaction_leaves_no_strange_count(self, lab: Lab) -> None:
+        async def meddling(message: Message[Any], tx: Any) -> None:
+            await tx.execute("COMMIT")
+
+        inbox, message = await lab.inbox(retry=RETRY), lab.message()
+        with pytest.raises(HandlerEndedTransaction):
+            await inbox.process(message, meddling, redelivered=True)
+        record = await inbox.get_record(message)
+        assert record is not None
+        assert (record.state, record.started) == (State.DEAD, 0)
 
     async def test_a_start_mark_is_taken_back_when_the_run_is_interrupted(self, lab: Lab) -> None:
         inbox = await lab.inbox(retry=RetryPolicy(max_attempts=1, base=0.0))

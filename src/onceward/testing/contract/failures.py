@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -21,6 +22,16 @@ LATER = RetryPolicy(max_attempts=3, base=600.0, cap=600.0)
 
 class Order(msgspec.Struct):
     amount: int
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    text: str
 
 
 class FailureContract:
@@ -201,6 +212,58 @@ class FailureContract:
         assert record is not None
         assert (record.state, record.attempts) == (State.PROCESSED, 1)
         assert await lab.effects() == [message.id]
+
+    async def test_a_dead_letter_that_cannot_be_kept_is_not_acknowledged(self, lab: Lab) -> None:
+        """The other instance was quicker: its outcome counts, and not a dead letter that nobody wrote."""
+        other, message = await lab.inbox(), lab.message()
+
+        async def reached(point: str) -> None:
+            if point == "before fail":
+                await other.process(message, Recorder(lab))
+
+        if not lab.store().features.concurrent_units:
+            pytest.skip(f"{type(lab).__name__}: its writer keeps its turn until the attempt is written")
+        inbox = await lab.inbox(reached=reached)
+        outcome = await inbox.process(message, Recorder(lab, error=Reject("bad")))
+        assert outcome.duplicate
+        assert await lab.effects() == [message.id]
+
+    async def test_a_handler_that_changes_its_payload_changes_nothing_that_is_kept(self, lab: Lab) -> None:
+        async def meddling(message: Message[Any], tx: Any) -> None:
+            message.payload["amount"] += 1
+            raise ValueError("no")
+
+        inbox, message = await lab.inbox(), lab.message(payload={"amount": 7})
+        with pytest.raises(ValueError, match="no"):
+            await inbox.process(message, meddling)
+        record = await inbox.get_record(message)
+        assert record is not None
+        assert record.payload == {"amount": 7}
+
+    @pytest.mark.parametrize("delay", [float("inf"), 1e15, -5.0, float("nan")])
+    async def test_a_handler_may_ask_for_any_delay(self, lab: Lab, delay: float) -> None:
+        inbox, message = await lab.inbox(), lab.message()
+        with pytest.raises(TryLater):
+            await inbox.process(message, Recorder(lab, error=TryLater(delay)))
+        record = await inbox.get_record(message)
+        assert record is not None
+        assert (record.state, record.attempts) == (State.FAILED, 1)
+
+    @pytest.mark.parametrize("error", [Unprintable(), Frozen("no")])
+    async def test_strange_errors_are_kept_too(self, lab: Lab, error: Exception) -> None:
+        inbox, message = await lab.inbox(listeners=[]), lab.message()
+        with pytest.raises(type(error)):
+            await inbox.process(message, Recorder(lab, error=error))
+        record = await inbox.get_record(message)
+        assert record is not None
+        assert (record.state, record.errors[0].type) == (State.FAILED, type(error).__name__)
+
+    async def test_another_payload_during_backoff_has_to_wait_too(self, lab: Lab) -> None:
+        inbox = await lab.inbox(retry=LATER, on_mismatch="raise")
+        with pytest.raises(ValueError, match="no"):
+            await inbox.process(lab.message("m", payload=1), Recorder(lab, error=ValueError("no")))
+        with pytest.raises(TryLater):
+            await inbox.process(lab.message("m", payload=2), Recorder(lab))
 
     async def test_a_failing_message_does_not_disturb_its_neighbours(self, lab: Lab) -> None:
         inbox, good, bad = await lab.inbox(), Recorder(lab), Recorder(lab, error=ValueError("no"))

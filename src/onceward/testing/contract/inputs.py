@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta, timezone
+from enum import Enum, StrEnum
 from typing import Any
 
 import pytest
@@ -32,6 +34,8 @@ for _ in range(10_000):
 _circle: list[Any] = []
 _circle.append(_circle)
 
+EARLY = datetime.min.replace(tzinfo=timezone(timedelta(hours=5)))
+
 BAD_MESSAGES: dict[str, tuple[dict[str, Any], type[OncewardError], str]] = {
     "empty id": ({"id": ""}, InvalidMessage, "id is empty"),
     "missing id": ({"id": None}, InvalidMessage, "id is missing"),
@@ -43,6 +47,16 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], type[OncewardError], str]] = {
     "missing type": ({"type": None}, InvalidMessage, "type is missing"),
     "NUL in the type": ({"type": "a\0"}, InvalidMessage, "type contains a NUL"),
     "position without sense": ({"stream": "s", "position": -1}, InvalidMessage, "position is -1"),
+    "source that is None": ({"source": None}, InvalidMessage, "source is missing"),
+    "topic that is a number": ({"topic": 5}, InvalidMessage, "topic is a int"),
+    "headers that are None": ({"headers": None}, InvalidMessage, "headers is not a mapping"),
+    "headers with numbers as names": ({"headers": {1: "a"}}, InvalidMessage, "string keys"),
+    "NaN in a header": ({"headers": {"a": float("nan")}}, PayloadInvalid, "headers"),
+    "an object in a header": ({"headers": {"a": object()}}, PayloadInvalid, "headers"),
+    "body of text": ({"body": "text"}, InvalidMessage, "body is a str"),
+    "NaN beside a body": ({"payload": float("nan"), "body": b"x"}, PayloadInvalid, "NaN"),
+    "time that is a text": ({"occurred_at": "today"}, InvalidMessage, "time zone"),
+    "time out of range": ({"occurred_at": EARLY}, InvalidMessage, "years"),
     "payload of bytes": ({"payload": b"{}"}, InvalidMessage, "body="),
     "NaN": ({"payload": {"amount": float("nan")}}, PayloadInvalid, "NaN"),
     "Infinity": ({"payload": [None, float("inf")]}, PayloadInvalid, "Infinity"),
@@ -90,6 +104,22 @@ class InputContract:
         assert handler.runs == []
         assert await lab.query("SELECT 1 FROM onceward_records") == []
         assert (await inbox.process(lab.message(), handler)).processed
+
+    async def test_enums_and_other_strings_are_the_strings_they_are(self, lab: Lab) -> None:
+        class Kinds(StrEnum):
+            PAID = "order.paid"
+
+        class Old(str, Enum):  # noqa: UP042 - as many code bases still have it
+            NORTH = "north"
+
+        message = lab.message(Kinds.PAID, type=Kinds.PAID, tenant=Old.NORTH, source=Old.NORTH, body=bytearray(b"x"))
+        inbox = await lab.inbox(key=lambda message: Kinds.PAID)
+        assert (await inbox.process(message, Recorder(lab), origin=Old.NORTH)).processed
+        record = await inbox.get_record(message)
+        assert record is not None
+        assert (record.message_id, record.type, record.tenant, record.key) == (
+            "order.paid", "order.paid", "north", "order.paid",
+        )  # fmt: skip
 
     @pytest.mark.parametrize("name", BAD_KEYS)
     async def test_a_key_that_cannot_be_used_is_refused(self, lab: Lab, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from onceward import Message, Position, Reject, Router, State, TryLater, Verdict, current, keys
+from onceward import Message, Position, Reject, RetryPolicy, Router, State, TryLater, Verdict, current, keys
 from onceward.errors import HandlerNotFound, KeyMissing, NotDead, PayloadMismatch, RecordNotFound, UsageError
 from onceward.outcome import Kind, verdict_of
 from onceward.testing.contract.base import Listener
@@ -298,6 +298,30 @@ class ProcessingContract:
         assert (await inbox.process(lab.message("new"), handler)).processed
         assert handler.runs == ["new"]
         assert (await (await lab.inbox()).process(lab.message("old"), handler)).duplicate
+
+    async def test_seen_before_is_asked_however_the_message_comes(self, lab: Lab) -> None:
+        answers: list[bool | Exception] = [ValueError("not now"), True, True]
+
+        async def seen_before(tx: Any, message: Message[Any]) -> bool:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        inbox, handler = await lab.inbox(seen_before=seen_before, retry=RetryPolicy(base=0.0)), Recorder(lab)
+        with pytest.raises(ValueError, match="not now"):
+            await inbox.process(lab.message("old"), handler)
+        assert (await inbox.process(lab.message("old"), handler)).duplicate, "also after a failure"
+        assert (await inbox.process(lab.message("older"), handler, redelivered=True)).duplicate, "also with a mark"
+        assert handler.runs == []
+
+    async def test_closing_forgets_what_was_cached(self, lab: Lab) -> None:
+        inbox, handler = await lab.inbox(), Recorder(lab)
+        await inbox.process(lab.message("m"), handler)
+        await inbox.close()
+        await lab.query("DELETE FROM onceward_records")
+        await inbox.open()
+        assert (await inbox.process(lab.message("m"), handler)).processed
 
     async def test_events_tell_what_happened(self, lab: Lab) -> None:
         heard = Listener()

@@ -139,6 +139,27 @@ class RacingContract:
         assert time.monotonic() - started < 5
         assert asyncio.all_tasks() == before
 
+    async def test_closing_lets_the_message_in_flight_end(self, lab: Lab) -> None:
+        inbox, gate = await lab.inbox(), Gate(lab)
+        job = asyncio.ensure_future(inbox.process(lab.message("m"), gate))
+        await gate.started.wait()
+        closing = asyncio.ensure_future(inbox.close())
+        await asyncio.sleep(0)
+        gate.go.set()
+        await asyncio.wait([job, closing], timeout=5)
+        assert job.done()
+        assert closing.done()
+        assert job.result().processed
+        assert await lab.effects() == ["m"]
+
+    async def test_opening_twice_at_once_opens_once(self, lab: Lab) -> None:
+        inbox = await lab.inbox()
+        await inbox.close()
+        await asyncio.gather(*(inbox.open() for _ in range(5)))
+        assert (await inbox.process(lab.message(), Recorder(lab))).processed
+        await inbox.close()
+        assert inbox.store._users == 0  # type: ignore[attr-defined]
+
     async def test_an_inbox_shares_its_store(self, lab: Lab) -> None:
         store = lab.store()
         one, two = await lab.inbox(store=store, consumer="billing"), await lab.inbox(store=store, consumer="shipping")

@@ -1,0 +1,77 @@
+"""Work: one delivery, with everything that is known about how to work on it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from onceward import codec
+from onceward.handlers import Handler
+from onceward.identity import Identity
+from onceward.message import Message
+from onceward.record import Record, State
+from onceward.retry import RetryPolicy
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """One delivery, with everything that is known about how to work on it."""
+
+    message: Message[Any]
+    identity: Identity
+    handler: Handler
+    payload_hash: bytes
+    payload: msgspec.Raw | None = None
+    """The payload and headers as JSON, from before the handler could change them."""
+    headers: msgspec.Raw | None = None
+    retry: RetryPolicy | None = None
+    origin: str | None = None
+    redelivered: bool = False
+    host: str = ""
+    raise_on_mismatch: bool = False
+    record_duration: bool = False
+    seen_before: Callable[[Any, Message[Any]], Awaitable[bool]] | None = None
+    replayed: bool = False
+    """A person asked for it: a dead record may run again."""
+    marked: int = 0
+    """1 once a start mark of ours is committed."""
+
+    def draft(self) -> Record:
+        """The record of a run that succeeds. It is what `claim` inserts."""
+        message = self.message
+        return Record(
+            identity=self.identity,
+            message_id=message.id,
+            type=message.type,
+            source=message.source,
+            topic=message.topic,
+            origin=self.origin,
+            state=State.PROCESSED,
+            started=self.marked,
+            payload_hash=self.payload_hash,
+            handler=self.handler.name,
+            host=self.host,
+            occurred_at=message.occurred_at,
+            stream=message.stream,
+            position=message.position,
+        )
+
+    def whole(self, duration_ms: float | None = None) -> Record:
+        """The record with all of the message, so that it can be run again without its broker."""
+        message = self.message
+        return msgspec.structs.replace(
+            self.draft(),
+            payload=self.payload,
+            body=message.body,
+            headers=self.headers,
+            depends_on=message.depends_on,
+            duration_ms=duration_ms,
+        )
+
+    def afresh(self) -> Work:
+        """For another run: a handler that changed its payload must not find the change."""
+        if self.payload is None or not isinstance(self.message.payload, (dict, list)):
+            return self
+        payload = codec.decode(bytes(self.payload))
+        return msgspec.structs.replace(self, message=msgspec.structs.replace(self.message, payload=payload))
