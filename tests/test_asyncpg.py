@@ -8,6 +8,7 @@ import time
 import warnings
 from typing import Any
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -270,6 +271,25 @@ async def test_a_handler_may_set_another_search_path(postgres_lab: PostgresLab) 
     inbox, message = await postgres_lab.inbox(cache=0), postgres_lab.message()
     assert (await inbox.process(message, wandering)).processed
     assert (await inbox.process(message, wandering)).result == "result"
+
+
+async def test_setup_needs_no_right_to_make_schemas(postgres_lab: PostgresLab) -> None:
+    """As an application's role has it: it owns our tables, and may not make schemas."""
+    name = f"app_{uuid4().hex}"
+    await postgres_lab.query(f"CREATE ROLE {name} LOGIN")
+    for table in ("records", "schema"):
+        await postgres_lab.query(f"ALTER TABLE onceward_{table} OWNER TO {name}")
+    try:
+        store = AsyncpgStore(postgres_lab.url.replace("onceward@", f"{name}@"))
+        await store.setup()
+        inbox = await postgres_lab.inbox(store=store)
+        await inbox.setup()
+        assert (await inbox.process(postgres_lab.message(), lambda message: "ok")).processed
+        await inbox.close()
+    finally:
+        for table in ("records", "schema"):
+            await postgres_lab.query(f"ALTER TABLE onceward_{table} OWNER TO CURRENT_USER")
+        await postgres_lab.query(f"DROP ROLE {name}")
 
 
 async def test_a_rerun_sees_the_payload_as_it_came(postgres_lab: PostgresLab) -> None:

@@ -54,6 +54,10 @@ class Driver(Protocol[Tx_co]):
     @property
     def features(self) -> Features: ...
 
+    @property
+    def schema(self) -> str | None:
+        """The schema that the user asked for; `setup` makes it."""
+
     async def open(self) -> None: ...
 
     async def close(self) -> None: ...

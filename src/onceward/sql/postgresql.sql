@@ -108,6 +108,10 @@ WHERE identity = :identity::text::uuid AND state = 'dead' AND pg_try_advisory_xa
 -- name: schema_version
 SELECT coalesce(max(version), 0) AS version FROM onceward_schema
 
+-- CREATE TABLE IF NOT EXISTS would ask for the right to create, even where there is nothing to do.
+-- name: schema_exists
+SELECT 1 WHERE to_regclass('onceward_schema') IS NOT NULL
+
 -- name: schema_table
 CREATE TABLE IF NOT EXISTS onceward_schema (
     version integer PRIMARY KEY, name text NOT NULL, applied_at timestamptz NOT NULL DEFAULT now())

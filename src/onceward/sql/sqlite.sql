@@ -90,6 +90,9 @@ WHERE identity = :identity AND state = 'dead'
 -- name: schema_version
 SELECT coalesce(max(version), 0) AS version FROM onceward_schema
 
+-- name: schema_exists
+SELECT 1 FROM sqlite_master WHERE name = 'onceward_schema'
+
 -- name: schema_table
 CREATE TABLE IF NOT EXISTS onceward_schema (
     version INTEGER PRIMARY KEY, name TEXT NOT NULL,

@@ -72,8 +72,8 @@ class SqlStore(Generic[Tx]):
         async with self._driver.session(wait=30.0) as session:
             try:
                 await session.begin()
-                if dialect.schema is not None:
-                    await session.script(f"CREATE SCHEMA IF NOT EXISTS {quoted(dialect.schema)}")
+                if self._driver.schema is not None:
+                    await session.script(f"CREATE SCHEMA IF NOT EXISTS {quoted(self._driver.schema)}")
                 for migration in await run(verbs.pending_migrations(dialect), session.execute):
                     await session.script(_placed(dialect.schema) + migration.sql)
                     await run(verbs.migrated(dialect, migration), session.execute)

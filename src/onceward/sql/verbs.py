@@ -133,7 +133,9 @@ def check_version(dialect: Dialect) -> Plan[None]:
 def pending_migrations(dialect: Dialect) -> Plan[list[Migration]]:
     """Under a lock that lasts until the end of the transaction: what is still to be applied."""
     yield dialect("schema_lock")
-    yield dialect("schema_table")
+    exists = yield dialect("schema_exists")
+    if not exists.rows:
+        yield dialect("schema_table")
     found = yield from version(dialect)
     known = migrations(dialect.name)
     if found > known[-1].version:

@@ -190,6 +190,7 @@ class AsyncpgDriver:
             raise UsageError("AsyncpgStore takes either dsn= or pool=")
         if second_connection not in ("warn", "raise", "allow"):
             raise UsageError('second_connection= is "warn", "raise" or "allow"')
+        self.schema = schema
         self.dialect = dialect.postgresql(schema)
         self._dsn = dsn
         self._options = pool_options
@@ -209,7 +210,8 @@ class AsyncpgDriver:
         else:
             self._pool = await self._create_pool()
         self._watch.attach(self._pool)
-        if self.dialect.schema is None:
+        self.dialect = dialect.postgresql(self.schema)
+        if self.schema is None:
             await self._locate()
 
     async def _locate(self) -> None:

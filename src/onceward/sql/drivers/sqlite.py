@@ -267,6 +267,7 @@ class SqliteDriver:
     """One file, one writer in this process; several processes on one file are safe."""
 
     features = Features(concurrent_units=False, automatic_setup=True)
+    schema = None
 
     def __init__(self, path: str) -> None:
         self.dialect = dialect.sqlite()
