@@ -16,7 +16,7 @@ from onceward.inbox import Inbox
 from onceward.outcome import Kind, Outcome
 from onceward.record import Record, State
 from onceward.sql import plan, verbs
-from onceward.sql.drivers import asyncpg as asyncpg_driver
+from onceward.sql.drivers import postgresql
 from onceward.sql.drivers.asyncpg import AsyncpgSession
 from onceward.sql.drivers.sqlite import SqliteSession
 from onceward.sql.store import SqlUnit
@@ -152,7 +152,7 @@ def commit_that_can_be_cancelled(patch: pytest.MonkeyPatch) -> None:
     async def directly(work: Any) -> Any:
         return await work
 
-    patch.setattr(asyncpg_driver, "finish", directly)
+    patch.setattr(postgresql, "finish", directly)
 
 
 def a_deadlock_burns_an_attempt(patch: pytest.MonkeyPatch) -> None:

@@ -1,48 +1,28 @@
-"""PostgreSQL through asyncpg.
-
-We send BEGIN and COMMIT ourselves: the claim rides with BEGIN in one trip, and the command tag of COMMIT tells the
-truth (`conn.transaction()` hides that a COMMIT rolled back). A token set with BEGIN, local to the transaction, is
-tested in the same trip as COMMIT, so a handler that ended the transaction behind our back is found out by state,
-not by reading its SQL.
-"""
+"""PostgreSQL through asyncpg. What all drivers share is in postgresql.py."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from secrets import token_hex
-from typing import Any, NoReturn
+from typing import Any
 
 import asyncpg
 
-from onceward.errors import (
-    CommitNotApplied,
-    CommitUnknown,
-    HandlerEndedTransaction,
-    SchemaMissing,
-    StoreReadOnly,
-    StoreUnavailable,
-    TryLater,
-    UsageError,
-)
-from onceward.shield import finish
+from onceward.errors import StoreUnavailable, TryLater, UsageError
 from onceward.sql import dialect
 from onceward.sql.drivers.asyncpg_guard import GuardedConnection, PoolWatch
-from onceward.sql.plan import Result, Statement, gives_rows, inlined, numbered
+from onceward.sql.drivers.postgresql import LOCATE, Guard, PostgresSession, count
+from onceward.sql.plan import Result, Statement, gives_rows, numbered
 from onceward.store import Features
 
-_CONFLICTS = {"40001", "40P01"}
-_AWAY = (OSError, asyncpg.InterfaceError, asyncpg.PostgresConnectionError, asyncpg.CannotConnectNowError)
-_NO_TABLE = (asyncpg.UndefinedTableError, asyncpg.InvalidSchemaNameError)
 
+class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
+    away = (asyncpg.InterfaceError,)
 
-class AsyncpgSession:
     def __init__(self, connection: asyncpg.Connection) -> None:
+        super().__init__()
         self._connection = connection
-        self._token = ""
-        self._guard: GuardedConnection | None = None
-        self._abandoned = False
 
     @property
     def tx(self) -> asyncpg.Connection:
@@ -51,127 +31,35 @@ class AsyncpgSession:
         return self._guard  # it answers to everything a connection does
 
     @property
-    def lost(self) -> bool:
-        return self.gone and not self._abandoned
-
-    @property
     def gone(self) -> bool:
         return bool(self._connection.is_closed())
 
-    async def begin(self, first: Statement | None = None) -> Result:
-        self._token = token_hex(8)
-        self._guard = GuardedConnection(self._connection)
-        trip = f"BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL onceward.token = '{self._token}'"
-        if self._connection.get_server_version() >= (14,):
-            # A killed process must not hold its claim until a long statement of its handler ends.
-            trip += "; SET LOCAL client_connection_check_interval = '2s'"
-        # A text literal means what we say only with standard_conforming_strings.
-        rides = (
-            first is not None
-            and not gives_rows(first.sql)
-            and self._connection.get_settings().standard_conforming_strings == "on"
-        )
-        if first is not None and rides:
-            return Result((), _count(await self._send(f"{trip}; {inlined(first)}")))
-        await self._send(trip)
-        return await self.execute(first) if first is not None else Result((), 0)
+    def _new_guard(self) -> Guard:
+        return GuardedConnection(self._connection)
 
-    async def execute(self, statement: Statement) -> Result:
-        sql, names = numbered(statement.sql)
-        params = [statement.params[name] for name in names]
-        try:
-            if gives_rows(sql):
-                rows = await self._connection.fetch(sql, *params)
-                return Result(rows, len(rows))
-            return Result((), _count(await self._connection.execute(sql, *params)))
-        except Exception as error:  # noqa: BLE001 - told apart there
-            self._raise(error)
+    def _in_transaction(self) -> bool:
+        return bool(self._connection.is_in_transaction())
 
-    async def script(self, sql: str) -> None:
-        await self._send(sql)
+    def _server_version(self) -> int:
+        return int(self._connection.get_server_version().major)
+
+    def _has_standard_strings(self) -> bool:
+        return bool(self._connection.get_settings().standard_conforming_strings == "on")
 
     async def _send(self, sql: str) -> str:
-        try:
-            tag: str = await self._connection.execute(sql)
-        except Exception as error:  # noqa: BLE001 - told apart there
-            self._raise(error)
+        tag: str = await self._connection.execute(sql)
         return tag
 
-    def _raise(self, error: Exception) -> NoReturn:
-        problem = translated(error, lost=self.lost)
-        if problem is error:
-            raise error
-        raise problem from error
+    async def _run(self, statement: Statement) -> Result:
+        sql, names = numbered(statement.sql)
+        params = [statement.params[name] for name in names]
+        if gives_rows(sql):
+            rows = await self._connection.fetch(sql, *params)
+            return Result(rows, len(rows))
+        return Result((), count(await self._connection.execute(sql, *params)))
 
-    async def ended(self) -> bool:
-        if self._guard is None or self.gone:
-            return False
-        ended = self._guard.end_of_run()
-        if not await self._guard.is_idle():
-            return False
-        if ended or not self._connection.is_in_transaction():
-            return not self.gone
-        try:
-            return not await self._connection.fetchval(f"SELECT {self._token_stands()}")
-        except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
-            return False  # an error inside of our transaction, which is what we began; or the connection is lost
-
-    def _token_stands(self) -> str:
-        return f"coalesce(current_setting('onceward.token', true), '') = '{self._token}'"
-
-    async def commit(self) -> None:
-        if self.lost:
-            raise StoreUnavailable("the connection to PostgreSQL was lost before COMMIT; nothing was written")
-        guard, self._guard = self._guard, None
-        if guard is None:
-            raise UsageError("there is no transaction to commit")
-        ended = guard.end_of_run()
-        if guard.running:
-            self._abandon()
-            raise UsageError("a task that the handler left behind still uses tx; await it before the handler returns")
-        if ended or not self._connection.is_in_transaction():
-            raise HandlerEndedTransaction
-        await finish(self._commit())
-
-    def _abandon(self) -> None:
-        """Closing the connection rolls back too."""
-        self._abandoned = True
+    def _terminate(self) -> None:
         self._connection.terminate()
-
-    async def _commit(self) -> None:
-        try:
-            # 1/0 stops the trip before COMMIT when this is not the transaction that we began.
-            tag = await self._connection.execute(f"SELECT 1 / ({self._token_stands()})::int; COMMIT")
-        except asyncpg.DivisionByZeroError as error:
-            raise HandlerEndedTransaction from error
-        except asyncpg.InFailedSQLTransactionError as error:
-            raise CommitNotApplied from error
-        except Exception as error:
-            if self.lost:
-                raise CommitUnknown from error
-            raise  # the database refused: a deferred constraint, a serialization failure
-        if tag != "COMMIT":
-            raise CommitNotApplied(f"COMMIT was answered with {tag}: nothing was written")
-
-    async def rollback(self) -> None:
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            guard.end_of_run()
-        if not self.gone and (self._connection.is_in_transaction() or (guard is not None and guard.running)):
-            await finish(self._rollback(guard))
-
-    async def _rollback(self, guard: GuardedConnection | None) -> None:
-        if guard is not None and not await guard.is_idle():
-            self._abandon()
-            return
-        try:
-            await self._connection.execute("ROLLBACK")
-        except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
-            if not self.gone:
-                self._abandon()
-
-    def is_conflict(self, error: BaseException) -> bool:
-        return is_conflict(error)
 
 
 class AsyncpgDriver:
@@ -217,12 +105,7 @@ class AsyncpgDriver:
     async def _locate(self) -> None:
         """Name the schema of our tables from now on, so that a handler may set another search path."""
         async with self.session(wait=30.0) as session:
-            found = await session.execute(
-                Statement(
-                    "SELECT nspname::text AS schema FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace "
-                    "WHERE pg_class.oid = to_regclass('onceward_records')"
-                )
-            )
+            found = await session.execute(LOCATE)
         if found.rows:
             self.dialect = dialect.postgresql(found.rows[0]["schema"])
 
@@ -252,39 +135,9 @@ class AsyncpgDriver:
                 text = f"waited {wait:g} s for a connection: all of the pool are in use, or PostgreSQL does not answer"
                 raise TryLater(reason="store_busy", text=text) from error
             except Exception as error:
-                raise translated(error, lost=True) from error
+                raise AsyncpgSession.translated(error, lost=True) from error
             session = AsyncpgSession(connection)
             try:
                 yield session
             finally:
                 await session.rollback()
-
-
-def translated(error: Exception, *, lost: bool = False) -> Exception:
-    """asyncpg's error as onceward's, where the database itself is the trouble."""
-    if isinstance(error, _NO_TABLE):
-        return SchemaMissing()
-    if isinstance(error, asyncpg.ReadOnlySQLTransactionError):
-        return StoreReadOnly(f"PostgreSQL is read-only ({error}). Point the inbox at the primary.")
-    if isinstance(error, asyncpg.InFailedSQLTransactionError):
-        return CommitNotApplied()
-    if isinstance(error, _AWAY) or lost:
-        return StoreUnavailable(f"PostgreSQL is not available: {error or type(error).__name__}")
-    return error
-
-
-def is_conflict(error: BaseException | None) -> bool:
-    """Also when the handler wrapped it: SQLAlchemy and others keep the driver's error as cause."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if getattr(error, "sqlstate", None) in _CONFLICTS:
-            return True
-        seen.add(id(error))
-        error = error.__cause__
-    return False
-
-
-def _count(tag: str) -> int:
-    """The number of rows at the end of a command tag such as INSERT 0 1."""
-    last = tag.rpartition(" ")[2]
-    return int(last) if last.isdigit() else 0

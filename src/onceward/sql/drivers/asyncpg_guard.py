@@ -3,7 +3,6 @@ notices when a handler takes a second connection."""
 
 from __future__ import annotations
 
-import asyncio
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -17,11 +16,12 @@ import msgspec
 from onceward.current import current_or_none
 from onceward.errors import HandlerEndedTransaction, SecondConnection, UsageError
 from onceward.shield import finish
+from onceward.sql.drivers.postgresql import Guard
 
 _ENDS_CONNECTION = {"close", "terminate", "reset"}
 
 
-class GuardedConnection:
+class GuardedConnection(Guard):
     """An asyncpg connection inside the inbox's transaction, as the handler sees it.
 
     Everything of a connection is there. `transaction()` makes a savepoint; after each verb the driver is asked
@@ -29,26 +29,9 @@ class GuardedConnection:
     """
 
     def __init__(self, connection: asyncpg.Connection) -> None:
+        super().__init__()
         self._connection = connection
-        self._over = False
-        self._ended = False
         self._savepoints = 0
-        self.running = 0
-        """Verbs that have been called and have not come back."""
-        self._idle = asyncio.Event()
-
-    def end_of_run(self) -> bool:
-        """Refuse further use. True when the handler had ended the transaction before."""
-        self._over = True
-        return self._ended
-
-    async def is_idle(self, patience: float = 1.0) -> bool:
-        """Whether nothing uses the connection; a task that was left behind gets a moment to end."""
-        if self.running:
-            self._idle.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), patience)
-        return not self.running
 
     async def execute(self, query: str, *args: Any, timeout: float | None = None) -> str:
         return await self._guarded(self._connection.execute, query, *args, timeout=timeout)  # type: ignore[no-any-return]
@@ -93,27 +76,15 @@ class GuardedConnection:
     def __getattr__(self, name: str) -> Any:
         if name in _ENDS_CONNECTION:
             raise UsageError(f"{name}() is not for handlers: the connection belongs to the inbox")
-        self._check()
+        self.check()
         return getattr(self._connection, name)
 
-    def _check(self) -> None:
-        if self._over:
-            raise UsageError("this transaction is over; write only while the handler runs")
-        if self._ended:
-            raise HandlerEndedTransaction
-
     async def _guarded(self, verb: Any, *args: Any, **options: Any) -> Any:
-        self._check()
-        self.running += 1
+        self.enter()
         try:
             return await verb(*args, **options)
         finally:
-            self.running -= 1
-            if not self.running:
-                self._idle.set()
-            if not self._connection.is_closed() and not self._connection.is_in_transaction():
-                self._ended = True
-                raise HandlerEndedTransaction
+            self.leave(stands=self._connection.is_closed() or self._connection.is_in_transaction())
 
 
 class SecondConnectionWarning(UserWarning):

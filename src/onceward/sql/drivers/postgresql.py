@@ -1,0 +1,270 @@
+"""What every PostgreSQL driver does: one session, over a few primitives of the driver.
+
+We send BEGIN and COMMIT ourselves: the claim rides with BEGIN in one trip, and the command tag of COMMIT tells the
+truth, which the transaction helpers of all drivers hide (a COMMIT that rolled back returns normally). A token set with
+BEGIN, local to the transaction, is tested in the same trip as COMMIT, so a handler that ended the transaction behind
+our back is found out by state, not by reading its SQL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from secrets import token_hex
+from typing import Generic, NoReturn, TypeVar
+
+from onceward.errors import (
+    CommitNotApplied,
+    CommitUnknown,
+    HandlerEndedTransaction,
+    SchemaMissing,
+    StoreReadOnly,
+    StoreUnavailable,
+    UsageError,
+)
+from onceward.shield import finish
+from onceward.sql.plan import Result, Statement, gives_rows, inlined
+
+Tx = TypeVar("Tx")
+
+_CONFLICTS = {"40001", "40P01"}
+_NO_TABLE = {"42P01", "3F000"}
+_READ_ONLY = "25006"
+_ABORTED = "25P02"
+_DIVISION_BY_ZERO = "22012"
+_AWAY = ("08", "57P")  # connection exceptions; shutdown, crash, cannot connect now
+
+LOCATE = Statement(
+    "SELECT nspname::text AS schema FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace "
+    "WHERE pg_class.oid = to_regclass('onceward_records')"
+)
+"""The schema of our tables, so that a handler may set another search path."""
+
+
+class Guard:
+    """What a driver's handle for handlers is built on: it notices when the transaction ends, and who still runs."""
+
+    def __init__(self) -> None:
+        self._over = False
+        self._ended = False
+        self._idle = asyncio.Event()
+        self.running = 0
+        """Verbs that have been called and have not come back."""
+
+    def end_of_run(self) -> bool:
+        """Refuse further use. True when the handler had ended the transaction before."""
+        self._over = True
+        return self._ended
+
+    async def is_idle(self, patience: float = 1.0) -> bool:
+        """Whether nothing uses the connection; a task that was left behind gets a moment to end."""
+        if self.running:
+            self._idle.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), patience)
+        return not self.running
+
+    def check(self) -> None:
+        if self._over:
+            raise UsageError("this transaction is over; write only while the handler runs")
+        if self._ended:
+            raise HandlerEndedTransaction
+
+    def enter(self) -> None:
+        self.check()
+        self.running += 1
+
+    def leave(self, *, stands: bool) -> None:
+        """A verb has come back; `stands` is what the driver says about the transaction."""
+        self.running -= 1
+        if not self.running:
+            self._idle.set()
+        if not stands:
+            self._ended = True
+            raise HandlerEndedTransaction
+
+
+class PostgresSession(ABC, Generic[Tx]):
+    """One connection for a unit of work. Drivers fill in the primitives at the end."""
+
+    def __init__(self) -> None:
+        self._token = ""
+        self._guard: Guard | None = None
+        self._abandoned = False
+
+    @property
+    def lost(self) -> bool:
+        return self.gone and not self._abandoned
+
+    async def begin(self, first: Statement | None = None) -> Result:
+        self._token = token_hex(8)
+        self._guard = self._new_guard()
+        trip = f"BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL onceward.token = '{self._token}'"
+        if self._server_version() >= 14:
+            # A killed process must not hold its claim until a long statement of its handler ends.
+            trip += "; SET LOCAL client_connection_check_interval = '2s'"
+        # A text literal means what we say only with standard_conforming_strings.
+        if first is not None and not gives_rows(first.sql) and self._has_standard_strings():
+            return Result((), count(await self._say(f"{trip}; {inlined(first)}")))
+        await self._say(trip)
+        return await self.execute(first) if first is not None else Result((), 0)
+
+    async def execute(self, statement: Statement) -> Result:
+        try:
+            return await self._run(statement)
+        except Exception as error:  # noqa: BLE001 - told apart there
+            self._raise(error)
+
+    async def script(self, sql: str) -> None:
+        await self._say(sql)
+
+    async def _say(self, sql: str) -> str:
+        try:
+            return await self._send(sql)
+        except Exception as error:  # noqa: BLE001 - told apart there
+            self._raise(error)
+
+    def _raise(self, error: Exception) -> NoReturn:
+        problem = self.translated(error, lost=self.lost)
+        if problem is error:
+            raise error
+        raise problem from error
+
+    async def ended(self) -> bool:
+        if self._guard is None or self.gone:
+            return False
+        ended = self._guard.end_of_run()
+        if not await self._guard.is_idle():
+            return False
+        if ended or not self._in_transaction():
+            return not self.gone
+        try:
+            result = await self._run(Statement(f"SELECT {self._token_stands()} AS stands"))
+        except Exception:  # noqa: BLE001 - an error inside of our transaction, or the connection is lost
+            return False
+        return not result.rows[0]["stands"]
+
+    def _token_stands(self) -> str:
+        return f"coalesce(current_setting('onceward.token', true), '') = '{self._token}'"
+
+    async def commit(self) -> None:
+        if self.lost:
+            raise StoreUnavailable("the connection to PostgreSQL was lost before COMMIT; nothing was written")
+        guard, self._guard = self._guard, None
+        if guard is None:
+            raise UsageError("there is no transaction to commit")
+        ended = guard.end_of_run()
+        if guard.running:
+            self._abandon()
+            raise UsageError("a task that the handler left behind still uses tx; await it before the handler returns")
+        if ended or not self._in_transaction():
+            raise HandlerEndedTransaction
+        await finish(self._commit())
+
+    async def _commit(self) -> None:
+        try:
+            # 1/0 stops the trip before COMMIT when this is not the transaction that we began.
+            tag = await self._send(f"SELECT 1 / ({self._token_stands()})::int; COMMIT")
+        except Exception as error:
+            state = getattr(error, "sqlstate", None)
+            if state == _DIVISION_BY_ZERO:
+                raise HandlerEndedTransaction from error
+            if state == _ABORTED:
+                raise CommitNotApplied from error
+            if self.lost:
+                raise CommitUnknown from error
+            raise  # the database refused: a deferred constraint, a serialization failure
+        if tag != "COMMIT":
+            raise CommitNotApplied(f"COMMIT was answered with {tag}: nothing was written")
+
+    async def rollback(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.end_of_run()
+        if not self.gone and (self._in_transaction() or (guard is not None and guard.running)):
+            await finish(self._rollback(guard))
+
+    async def _rollback(self, guard: Guard | None) -> None:
+        if guard is not None and not await guard.is_idle():
+            self._abandon()
+            return
+        try:
+            await self._send("ROLLBACK")
+        except Exception:  # noqa: BLE001 - closing the connection rolls back too
+            if not self.gone:
+                self._abandon()
+
+    def _abandon(self) -> None:
+        """Closing the connection rolls back too."""
+        self._abandoned = True
+        self._terminate()
+
+    def is_conflict(self, error: BaseException | None) -> bool:
+        """Also when the handler wrapped it: SQLAlchemy and others keep the driver's error as cause."""
+        seen: set[int] = set()
+        while error is not None and id(error) not in seen:
+            if getattr(error, "sqlstate", None) in _CONFLICTS:
+                return True
+            seen.add(id(error))
+            error = error.__cause__
+        return False
+
+    @classmethod
+    def translated(cls, error: Exception, *, lost: bool = False) -> Exception:
+        """The driver's error as onceward's, where the database itself is the trouble."""
+        state = getattr(error, "sqlstate", None) or ""
+        if state in _NO_TABLE:
+            return SchemaMissing()
+        if state == _READ_ONLY:
+            return StoreReadOnly(f"PostgreSQL is read-only ({error}). Point the inbox at the primary.")
+        if state == _ABORTED:
+            return CommitNotApplied()
+        if lost or state.startswith(_AWAY) or isinstance(error, (OSError, *cls.away)):
+            return StoreUnavailable(f"PostgreSQL is not available: {error or type(error).__name__}")
+        return error
+
+    # --- primitives of the driver -----------------------------------------------------------------------------
+
+    away: tuple[type[Exception], ...] = ()
+    """Errors of the driver without an SQLSTATE that mean: the connection cannot be used."""
+
+    @property
+    @abstractmethod
+    def tx(self) -> Tx:
+        """The handle for the handler."""
+
+    @property
+    @abstractmethod
+    def gone(self) -> bool: ...
+
+    @abstractmethod
+    def _new_guard(self) -> Guard: ...
+
+    @abstractmethod
+    def _in_transaction(self) -> bool:
+        """What the server said last, also for a transaction that has failed."""
+
+    @abstractmethod
+    def _server_version(self) -> int:
+        """The major version."""
+
+    @abstractmethod
+    def _has_standard_strings(self) -> bool: ...
+
+    @abstractmethod
+    async def _send(self, sql: str) -> str:
+        """Several statements without parameters, in one trip. The last command tag."""
+
+    @abstractmethod
+    async def _run(self, statement: Statement) -> Result:
+        """One statement with parameters."""
+
+    @abstractmethod
+    def _terminate(self) -> None: ...
+
+
+def count(tag: str) -> int:
+    """The number of rows at the end of a command tag such as INSERT 0 1."""
+    last = tag.rpartition(" ")[2]
+    return int(last) if last.isdigit() else 0
