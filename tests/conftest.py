@@ -11,7 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 import asyncpg
 import pytest
 
-from onceward.testing import PostgresLab, SqliteLab
+from onceward.testing import PostgresLab, PsycopgLab, SqliteLab
 from tests.services import postgres
 
 _numbers = count(1)
@@ -49,6 +49,14 @@ async def postgres_dsn(postgres_server: str) -> AsyncIterator[str]:
 @pytest.fixture
 async def postgres_lab(postgres_dsn: str) -> AsyncIterator[PostgresLab]:
     lab = PostgresLab(postgres_dsn)
+    await lab.set_up()
+    async with lab.stack:
+        yield lab
+
+
+@pytest.fixture
+async def psycopg_lab(postgres_dsn: str) -> AsyncIterator[PsycopgLab]:
+    lab = PsycopgLab(postgres_dsn)
     await lab.set_up()
     async with lab.stack:
         yield lab

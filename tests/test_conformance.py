@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onceward.testing import Lab, PostgresLab, SqliteLab, StoreContract
+from onceward.testing import Lab, PostgresLab, PsycopgLab, SqliteLab, StoreContract
 
 
 class TestSqlite(StoreContract):
@@ -17,3 +17,9 @@ class TestAsyncpg(StoreContract):
     @pytest.fixture
     def lab(self, postgres_lab: PostgresLab) -> Lab:
         return postgres_lab
+
+
+class TestPsycopg(StoreContract):
+    @pytest.fixture
+    def lab(self, psycopg_lab: PsycopgLab) -> Lab:
+        return psycopg_lab

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import asyncpg
 
 from onceward.sql.drivers.asyncpg import AsyncpgDriver
-from onceward.sql.drivers.asyncpg_guard import SecondConnectionWarning
+from onceward.sql.drivers.pool_watch import SecondConnectionWarning
 from onceward.sql.store import SqlStore
 
 __all__ = ["AsyncpgStore", "SecondConnectionWarning"]
@@ -30,12 +30,12 @@ class AsyncpgStore(SqlStore["asyncpg.Connection"]):
         second_connection: Literal["warn", "raise", "allow"] = "warn",
         **pool_options: Any,
     ) -> None:
-        self._asyncpg = AsyncpgDriver(
+        self.driver = AsyncpgDriver(
             dsn=dsn, pool=pool, schema=schema, second_connection=second_connection, **pool_options
         )
-        super().__init__(self._asyncpg)
+        super().__init__(self.driver)
 
     @property
     def pool(self) -> asyncpg.Pool:
         """The pool in use, while the store is open."""
-        return self._asyncpg.pool
+        return self.driver.pool

@@ -36,6 +36,9 @@ from onceward.shield import finish, wait_out
 from onceward.store import Conflict, Found, InFlight, Unit
 from onceward.work import Work
 
+MARK_TRIES = 3
+"""How often a start mark is taken back before it is left: a pool may have several dead connections to give."""
+
 LONGEST_DELAY = 10 * 365 * 86400.0
 """Seconds. A handler may ask for longer, and no database could write the date."""
 
@@ -110,7 +113,10 @@ async def _mark_start(unit: Unit[Any], work: Work) -> Outcome[Any] | None:
 async def _take_mark_back(unit: Unit[Any], work: Work) -> None:
     async def take_back() -> None:
         await unit.rollback()
-        await unit.unmark(work.draft())
+        for _ in range(MARK_TRIES):
+            with suppress(StoreUnavailable):
+                await unit.unmark(work.draft())
+                return
 
     # Where even this cannot be written, the mark stays, and counts as the crash that it looks like.
     with suppress(OncewardError):

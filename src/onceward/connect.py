@@ -49,9 +49,21 @@ def _asyncpg(url: str, schema: str | None) -> Store[Any]:
     return AsyncpgStore(dsn=url.replace("postgresql+asyncpg://", "postgresql://", 1), schema=schema)
 
 
+def _psycopg(url: str, schema: str | None) -> Store[Any]:
+    try:
+        from onceward.psycopg import PsycopgStore  # noqa: PLC0415
+    except ImportError as error:
+        raise MissingDriver(
+            "postgresql+psycopg:// needs psycopg, which is not installed: pip install 'onceward[psycopg]'",
+            extra="psycopg",
+        ) from error
+    return PsycopgStore(url.replace("postgresql+psycopg://", "postgresql://", 1), schema=schema)
+
+
 _SCHEMES: dict[str, Callable[[str, str | None], Store[Any]]] = {
     "sqlite": _sqlite,
     "postgres": _asyncpg,
     "postgresql": _asyncpg,
     "postgresql+asyncpg": _asyncpg,
+    "postgresql+psycopg": _psycopg,
 }

@@ -46,7 +46,7 @@ async def run(plan: Plan[T], execute: Execute, *, first: Execute | None = None) 
 
 
 # A parameter is :name, but not the second colon of a ::cast, nor inside 'quotes'.
-_PARAMETER = re.compile(r"'[^']*'|--[^\n]*|(?<!:):([a-z_]+)")
+PARAMETER = re.compile(r"'[^']*'|--[^\n]*|(?<!:):([a-z_]+)")
 
 
 @lru_cache(maxsize=256)
@@ -62,7 +62,7 @@ def numbered(sql: str) -> tuple[str, tuple[str, ...]]:
             names.append(name)
         return f"${names.index(name) + 1}"
 
-    return _PARAMETER.sub(number, sql), tuple(names)
+    return PARAMETER.sub(number, sql), tuple(names)
 
 
 @lru_cache(maxsize=256)
@@ -75,7 +75,7 @@ def inlined(statement: Statement) -> str:
 
     Safe only where `standard_conforming_strings` is on; the caller checks that.
     """
-    return _PARAMETER.sub(
+    return PARAMETER.sub(
         lambda match: match[0] if match[1] is None else literal(statement.params[match[1]]), statement.sql
     )
 

@@ -21,6 +21,7 @@ from onceward.inbox import Inbox
 from onceward.message import Message
 from onceward.retry import RetryPolicy
 from onceward.testing.points import PointStore
+from onceward.testing.run_sql import run_sql
 
 
 class Job(msgspec.Struct):
@@ -47,12 +48,12 @@ async def work(job: Job) -> None:
 
     async def charge(message: Message[Any], tx: Any) -> dict[str, str]:
         await reached("handler")
-        await tx.execute("INSERT INTO effects VALUES ($1)", message.id)
+        await run_sql(tx, "INSERT INTO effects VALUES ($1)", message.id)
         await reached("effect")
         if job.long_sql:
             sys.stdout.write(json.dumps({"id": message.id, "kind": "running"}) + "\n")
             sys.stdout.flush()
-            await tx.execute(job.long_sql)
+            await run_sql(tx, job.long_sql)
         return {"charged": message.id}
 
     retry = None if job.max_attempts is None else RetryPolicy(max_attempts=job.max_attempts, base=0.0)

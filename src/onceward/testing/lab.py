@@ -14,6 +14,7 @@ from onceward.inbox import Inbox
 from onceward.message import Message
 from onceward.store import Store
 from onceward.testing.points import PointStore, Reached
+from onceward.testing.run_sql import run_sql
 
 
 class Lab(ABC):
@@ -49,7 +50,15 @@ class Lab(ABC):
 
     async def write(self, tx: Any, effect: str) -> None:
         """The effect of a handler."""
-        await tx.execute("INSERT INTO effects VALUES ($1)", effect)
+        await run_sql(tx, "INSERT INTO effects VALUES ($1)", effect)
+
+    async def run(self, tx: Any, sql: str, *params: Any) -> list[tuple[Any, ...]]:
+        """What a handler says through its tx. Parameters are $1, $2 in their order."""
+        return await run_sql(tx, sql, *params)
+
+    def second_connection(self, store: Any) -> Any:
+        """A connection of the store's own pool, taken as a user would."""
+        raise NotImplementedError
 
     async def slow_commits(self) -> None:  # noqa: B027 - not every database can
         """Make a COMMIT take a moment, where the database can, so that something can happen meanwhile."""

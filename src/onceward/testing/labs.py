@@ -48,6 +48,9 @@ class PostgresLab(Lab):
 
         return AsyncpgStore(self.url, **options)
 
+    def second_connection(self, store: Any) -> Any:
+        return store.pool.acquire()
+
     def unreachable(self) -> Store[Any]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -71,8 +74,31 @@ class PostgresLab(Lab):
     async def query(self, sql: str) -> list[tuple[Any, ...]]:
         import asyncpg  # noqa: PLC0415
 
-        connection = await asyncpg.connect(self.url)
+        connection = await asyncpg.connect(self.url.replace("+psycopg", ""))
         try:
             return [tuple(row) for row in await connection.fetch(sql)]
         finally:
             await connection.close()
+
+
+class PsycopgLab(PostgresLab):
+    """The same database through psycopg."""
+
+    def __init__(self, dsn: str) -> None:
+        super().__init__(dsn)
+        self.dsn = dsn
+        self.url = dsn.replace("postgresql://", "postgresql+psycopg://", 1)
+
+    def store(self, **options: Any) -> Store[Any]:
+        from onceward.psycopg import PsycopgStore  # noqa: PLC0415 - an extra
+
+        return PsycopgStore(self.dsn, **options)
+
+    def store_behind(self, port: int) -> Store[Any]:
+        from onceward.psycopg import PsycopgStore  # noqa: PLC0415
+
+        behind = self.dsn.replace(f":{self.address[1]}/", f":{port}/").replace(self.address[0], "127.0.0.1")
+        return PsycopgStore(behind, max_size=2)
+
+    def second_connection(self, store: Any) -> Any:
+        return store.pool.connection()

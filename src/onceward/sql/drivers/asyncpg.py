@@ -11,7 +11,8 @@ import asyncpg
 
 from onceward.errors import StoreUnavailable, TryLater, UsageError
 from onceward.sql import dialect
-from onceward.sql.drivers.asyncpg_guard import GuardedConnection, PoolWatch
+from onceward.sql.drivers.asyncpg_guard import GuardedConnection, acquire, put_on, release, take_off
+from onceward.sql.drivers.pool_watch import PoolWatch
 from onceward.sql.drivers.postgresql import LOCATE, Guard, PostgresSession, count
 from onceward.sql.plan import Result, Statement, gives_rows, numbered
 from onceward.store import Features
@@ -76,15 +77,13 @@ class AsyncpgDriver:
     ) -> None:
         if (dsn is None) == (pool is None):
             raise UsageError("AsyncpgStore takes either dsn= or pool=")
-        if second_connection not in ("warn", "raise", "allow"):
-            raise UsageError('second_connection= is "warn", "raise" or "allow"')
         self.schema = schema
         self.dialect = dialect.postgresql(schema)
         self._dsn = dsn
         self._options = pool_options
         self._given = pool
         self._pool: asyncpg.Pool | None = None
-        self._watch = PoolWatch(second_connection)
+        self.watch = PoolWatch(second_connection, put_on, take_off, acquire, release)
 
     @property
     def pool(self) -> asyncpg.Pool:
@@ -97,7 +96,7 @@ class AsyncpgDriver:
             self._pool = self._given
         else:
             self._pool = await self._create_pool()
-        self._watch.attach(self._pool)
+        self.watch.attach(self._pool)
         self.dialect = dialect.postgresql(self.schema)
         if self.schema is None:
             await self._locate()
@@ -119,7 +118,7 @@ class AsyncpgDriver:
         pool, self._pool = self._pool, None
         if pool is None:
             return
-        self._watch.detach(pool)
+        self.watch.detach(pool)
         if self._given is None:
             try:
                 await asyncio.wait_for(pool.close(), 10.0)
@@ -130,13 +129,14 @@ class AsyncpgDriver:
     async def session(self, *, wait: float, read_only: bool = False) -> AsyncIterator[AsyncpgSession]:  # noqa: ARG002
         async with AsyncExitStack() as stack:
             try:
-                connection = await stack.enter_async_context(self._watch.connection(self.pool, wait))
+                proxy = await stack.enter_async_context(self.watch.connection(self.pool, wait))
             except TimeoutError as error:
                 text = f"waited {wait:g} s for a connection: all of the pool are in use, or PostgreSQL does not answer"
                 raise TryLater(reason="store_busy", text=text) from error
             except Exception as error:
                 raise AsyncpgSession.translated(error, lost=True) from error
-            session = AsyncpgSession(connection)
+            # The pool's proxy forgets its connection when that is lost; we still want to ask it.
+            session = AsyncpgSession(proxy._con)  # noqa: SLF001
             try:
                 yield session
             finally:

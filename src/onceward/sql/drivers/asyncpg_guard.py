@@ -1,21 +1,16 @@
-"""What stands between a handler and asyncpg: a handle that notices when the transaction ends, and a pool that
-notices when a handler takes a second connection."""
+"""The handle that stands between a handler and asyncpg, and what the pool is asked to do."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from contextvars import ContextVar
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import asyncpg
-import msgspec
 
-from onceward.current import current_or_none
-from onceward.errors import HandlerEndedTransaction, SecondConnection, UsageError
-from onceward.shield import finish
+from onceward.errors import HandlerEndedTransaction, UsageError
+from onceward.sql.drivers.pool_watch import noticed
 from onceward.sql.drivers.postgresql import Guard
 
 _ENDS_CONNECTION = {"close", "terminate", "reset"}
@@ -87,94 +82,34 @@ class GuardedConnection(Guard):
             self.leave(stands=self._connection.is_closed() or self._connection.is_in_transaction())
 
 
-class SecondConnectionWarning(UserWarning):
-    """A handler took a second connection from the pool of its own inbox."""
+class _WatchedPool:
+    __slots__ = ()
+
+    def acquire(self, *, timeout: float | None = None) -> Any:
+        return super().acquire(timeout=noticed(self, timeout))  # type: ignore[misc]
 
 
-class Hold(msgspec.Struct):
-    """That this task, or the task that started it, holds a connection of a pool for a unit of work."""
-
-    pool: Any
-    active: bool = True
+@cache
+def _watched(pool_class: Any) -> Any:
+    return type(f"Watched{pool_class.__name__}", (_WatchedPool, pool_class), {"__slots__": ()})
 
 
-_hold: ContextVar[Hold | None] = ContextVar("onceward_asyncpg_hold", default=None)
+def put_on(pool: Any) -> None:
+    """asyncpg's pool has slots, so it gets another class instead of another method."""
+    pool.__class__ = _watched(pool.__class__)
 
 
-class PoolWatch:
-    """Tells when a handler takes a second connection from the pool of its own inbox.
-
-    What it writes there is outside of the inbox's transaction, and with enough of them every connection waits for
-    another one. The pool is watched by giving it a subclass of its own class, and gets its class back when the
-    store is closed.
-    """
-
-    def __init__(self, reaction: str, timeout: float = 10.0) -> None:
-        self._reaction = reaction
-        self._timeout = timeout
-
-    def attach(self, pool: Any) -> None:
-        if self._reaction != "allow" and id(pool) not in _watches:
-            pool.__class__ = _watched(pool.__class__)
-            _watches[id(pool)] = self
-
-    def detach(self, pool: Any) -> None:
-        if _watches.get(id(pool)) is self:
-            del _watches[id(pool)]
-            pool.__class__ = type(pool).__mro__[2]
-
-    @asynccontextmanager
-    async def connection(self, pool: Any, wait: float) -> AsyncIterator[Any]:
-        """A connection for the inbox itself, for as long as a unit needs it."""
-        before = _hold.set(None)
-        try:
-            proxy = await pool.acquire(timeout=max(wait, 0.05))  # with 0 even a free connection comes too late
-        finally:
-            _hold.reset(before)
-        hold = Hold(pool)
-        token = _hold.set(hold)
-        try:
-            # The pool's proxy forgets its connection when that is lost; we still want to ask it.
-            yield proxy._con  # noqa: SLF001
-        finally:
-            hold.active = False
-            _hold.reset(token)
-            await finish(_release(pool, proxy))
-
-    def noticed(self, pool: Any, timeout: float | None) -> float | None:
-        """Called on every acquire. Gives the timeout to use: inside a handler there always is one."""
-        hold, run = _hold.get(), current_or_none()
-        if hold is None or run is None or hold.pool is not pool or not hold.active:
-            return timeout
-        text = (
-            f"the handler {run.handler!r} took a second connection from the pool of its own inbox. What it writes "
-            "there is not exactly once; write through tx, or use another pool."
-        )
-        if self._reaction == "raise":
-            raise SecondConnection(text, handler=run.handler)
-        warnings.warn(text, SecondConnectionWarning, stacklevel=3)
-        return self._timeout if timeout is None else timeout
+def take_off(pool: Any) -> None:
+    pool.__class__ = type(pool).__mro__[2]
 
 
-async def _release(pool: Any, proxy: Any) -> None:
+async def acquire(pool: Any, wait: float) -> Any:
+    return await pool.acquire(timeout=wait)
+
+
+async def release(pool: Any, proxy: Any) -> None:
     try:
         await pool.release(proxy)
     except Exception:  # noqa: BLE001 - a connection that died on its way back says nothing about the message
         with suppress(Exception):
             proxy.terminate()
-
-
-_watches: dict[int, PoolWatch] = {}
-
-
-class _WatchedPool:
-    __slots__ = ()
-
-    def acquire(self, *, timeout: float | None = None) -> Any:
-        timeout = _watches[id(self)].noticed(self, timeout)
-        return super().acquire(timeout=timeout)  # type: ignore[misc]
-
-
-@lru_cache
-def _watched(pool_class: type) -> type:
-    return type(f"Watched{pool_class.__name__}", (_WatchedPool, pool_class), {"__slots__": ()})

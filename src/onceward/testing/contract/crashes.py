@@ -130,7 +130,7 @@ class CrashContract:
 
     async def test_a_handler_that_ends_a_marked_transaction_leaves_no_strange_count(self, lab: Lab) -> None:
         async def meddling(message: Message[Any], tx: Any) -> None:
-            await tx.execute("COMMIT")
+            await lab.run(tx, "COMMIT")
 
         inbox, message = await lab.inbox(retry=RETRY), lab.message()
         with pytest.raises(HandlerEndedTransaction):

@@ -277,7 +277,7 @@ class ProcessingContract:
         begun: list[int] = []
 
         async def on_begin(tx: Any, message: Message[Any]) -> None:
-            rows = await tx.fetch("SELECT 1 FROM onceward_records WHERE message_id = $1", message.id)
+            rows = await lab.run(tx, "SELECT 1 FROM onceward_records WHERE message_id = $1", message.id)
             begun.append(len(rows))
 
         inbox, message = await lab.inbox(on_begin=on_begin), lab.message()
@@ -289,7 +289,7 @@ class ProcessingContract:
 
     async def test_seen_before_adopts_what_an_old_table_knows(self, lab: Lab) -> None:
         async def seen_before(tx: Any, message: Message[Any]) -> bool:
-            return bool(await tx.fetch("SELECT 1 FROM old_inbox WHERE id = $1", message.id))
+            return bool(await lab.run(tx, "SELECT 1 FROM old_inbox WHERE id = $1", message.id))
 
         await lab.query("CREATE TABLE old_inbox (id text)")
         await lab.query("INSERT INTO old_inbox VALUES ('old')")

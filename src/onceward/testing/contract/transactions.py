@@ -31,7 +31,8 @@ class TransactionContract:
         claimed = []
 
         async def look(message: Message[Any], tx: Any) -> None:
-            claimed.append(await tx.fetchval("SELECT count(*) FROM onceward_records WHERE key = $1", message.id))
+            ((count,),) = await lab.run(tx, "SELECT count(*) FROM onceward_records WHERE key = $1", message.id)
+            claimed.append(count)
 
         await (await lab.inbox()).process(lab.message(), look)
         assert claimed == [1], "the claim is inserted first, in the handler's transaction"
@@ -54,7 +55,7 @@ class TransactionContract:
             await lab.write(tx, "kept")
             with pytest.raises(Exception, match="no_such_table"):
                 async with tx.transaction():
-                    await tx.execute("INSERT INTO no_such_table VALUES (1)")
+                    await lab.run(tx, "INSERT INTO no_such_table VALUES (1)")
 
         assert (await (await lab.inbox()).process(lab.message(), careful)).processed
         assert await lab.effects() == ["kept"]
@@ -84,7 +85,7 @@ class TransactionContract:
             await asyncio.gather(one(), two())
 
         inbox, message = await lab.inbox(), lab.message()
-        with pytest.raises(Exception, match="savepoint"):
+        with pytest.raises(Exception, match=r"savepoint|nesting"):
             await inbox.process(message, crossing)
         assert await lab.effects() == []
         record = await inbox.get_record(message)
@@ -95,7 +96,7 @@ class TransactionContract:
         async def careless(message: Message[Any], tx: Any) -> Any:
             await lab.write(tx, message.id)
             with pytest.raises(Exception, match="no_such_table"):
-                await tx.execute("INSERT INTO no_such_table VALUES (1)")
+                await lab.run(tx, "INSERT INTO no_such_table VALUES (1)")
             return message.payload
 
         inbox = await lab.inbox()
@@ -122,7 +123,7 @@ class TransactionContract:
         async def meddling(message: Message[Any], tx: Any) -> None:
             await lab.write(tx, "before")
             try:
-                await tx.execute(ending)
+                await lab.run(tx, ending)
                 await lab.write(tx, "after")
             except HandlerEndedTransaction:
                 if then == "returns":
@@ -151,7 +152,7 @@ class TransactionContract:
 
         await (await lab.inbox()).process(lab.message(), keeping)
         with pytest.raises(UsageError, match="over"):
-            await kept[0].execute("INSERT INTO effects VALUES ('late')")
+            await lab.run(kept[0], "INSERT INTO effects VALUES ('late')")
         assert await lab.effects() == []
 
     async def test_process_inside_a_handler_is_refused_or_works(self, lab: Lab) -> None:
@@ -238,10 +239,10 @@ class TransactionContract:
         def transfer(first: int, second: int) -> Any:
             async def handler(message: Message[Any], tx: Any) -> None:
                 runs.append(message.id)
-                await tx.execute("UPDATE accounts SET balance = balance + 1 WHERE id = $1", first)
+                await lab.run(tx, "UPDATE accounts SET balance = balance + 1 WHERE id = $1", first)
                 if len(runs) <= 2:
                     await both_hold_one.wait()
-                await tx.execute("UPDATE accounts SET balance = balance + 1 WHERE id = $1", second)
+                await lab.run(tx, "UPDATE accounts SET balance = balance + 1 WHERE id = $1", second)
 
             return handler
 
@@ -262,7 +263,7 @@ class TransactionContract:
         inbox = await lab.inbox()
 
         async def on_paid(message: Message[Any], tx: Any) -> None:
-            async with inbox.store.pool.acquire() as other:  # type: ignore[attr-defined]
+            async with lab.second_connection(inbox.store) as other:
                 await other.execute("SELECT 1")
 
         with pytest.warns(UserWarning, match="on_paid"):
@@ -273,27 +274,28 @@ class TransactionContract:
         inbox, message = await lab.inbox(store=lab.store(second_connection="raise")), lab.message()
 
         async def on_paid(message: Message[Any], tx: Any) -> None:
-            await inbox.store.pool.execute("INSERT INTO effects VALUES ('stray')")  # type: ignore[attr-defined]
+            async with lab.second_connection(inbox.store) as other:
+                await other.execute("INSERT INTO effects VALUES ('stray')")
 
         with pytest.raises(SecondConnection, match="on_paid"):
             await inbox.process(message, on_paid)
         assert await lab.effects() == []
-        async with inbox.store.pool.acquire() as outside:  # type: ignore[attr-defined]
-            assert await outside.fetchval("SELECT 1") == 1
+        async with lab.second_connection(inbox.store) as outside:
+            await outside.execute("SELECT 1")
 
     @pytest.mark.filterwarnings("ignore:the handler")
     async def test_handlers_that_take_a_second_connection_cannot_deadlock_the_pool(self, lab: Lab) -> None:
         needs(lab, "guards_pool")
         store: Any = lab.store(max_size=2)
-        store._asyncpg._watch._timeout = 0.2
+        store.driver.watch.timeout = 0.2
         inbox, both = await lab.inbox(store=store), asyncio.Barrier(2)
 
         async def greedy(message: Message[Any], tx: Any) -> None:
             await both.wait()
-            async with store.pool.acquire():
+            async with lab.second_connection(store):
                 pass
 
         jobs = [inbox.process(lab.message(), greedy) for _ in range(2)]
         results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 10)
-        assert all(isinstance(result, TimeoutError) for result in results)
+        assert all("imeout" in type(result).__name__ for result in results)
         assert (await inbox.process(lab.message(), Recorder(lab))).processed

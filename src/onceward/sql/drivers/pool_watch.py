@@ -1,0 +1,104 @@
+"""A pool that notices when a handler takes a second connection from the pool of its own inbox.
+
+What it writes there is outside of the inbox's transaction, and with enough of them every connection waits for another
+one. How a pool is made to call `noticed` is the driver's business; it is left as it was when the store is closed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+
+from onceward.current import current_or_none
+from onceward.errors import SecondConnection, UsageError
+from onceward.shield import finish
+
+
+class SecondConnectionWarning(UserWarning):
+    """A handler took a second connection from the pool of its own inbox."""
+
+
+class Hold(msgspec.Struct):
+    """That this task, or the task that started it, holds a connection of a pool for a unit of work."""
+
+    pool: Any
+    active: bool = True
+
+
+_hold: ContextVar[Hold | None] = ContextVar("onceward_hold", default=None)
+_watches: dict[int, PoolWatch] = {}
+
+
+def noticed(pool: Any, timeout: float | None) -> float | None:
+    """Called by a watched pool on every acquire. Gives the timeout to use: inside a handler there always is one."""
+    return _watches[id(pool)].noticed(pool, timeout)
+
+
+class PoolWatch:
+    """`put_on` makes a pool call `noticed` and `take_off` ends that; `acquire` and `release` are the driver's."""
+
+    def __init__(
+        self,
+        reaction: str,
+        put_on: Callable[[Any], None],
+        take_off: Callable[[Any], None],
+        acquire: Callable[[Any, float], Awaitable[Any]],
+        release: Callable[[Any, Any], Awaitable[None]],
+    ) -> None:
+        if reaction not in ("warn", "raise", "allow"):
+            raise UsageError('second_connection= is "warn", "raise" or "allow"')
+        self._reaction = reaction
+        self._put_on = put_on
+        self._take_off = take_off
+        self._acquire = acquire
+        self._release = release
+        self.timeout = 10.0
+
+    def attach(self, pool: Any) -> None:
+        if self._reaction != "allow" and id(pool) not in _watches:
+            self._put_on(pool)
+            _watches[id(pool)] = self
+
+    def detach(self, pool: Any) -> None:
+        if _watches.get(id(pool)) is self:
+            del _watches[id(pool)]
+            self._take_off(pool)
+
+    @asynccontextmanager
+    async def connection(self, pool: Any, wait: float) -> AsyncIterator[Any]:
+        """A connection for the inbox itself, for as long as a unit needs it."""
+        before = _hold.set(None)
+        try:
+            # With 0 even a free connection comes too late.
+            connection = await self._acquire(pool, max(wait, 0.05))
+        finally:
+            _hold.reset(before)
+        hold = Hold(pool)
+        token = _hold.set(hold)
+        try:
+            yield connection
+        finally:
+            hold.active = False
+            _hold.reset(token)
+            await finish(self._give_back(pool, connection))
+
+    async def _give_back(self, pool: Any, connection: Any) -> None:
+        await self._release(pool, connection)
+
+    def noticed(self, pool: Any, timeout: float | None) -> float | None:
+        hold, run = _hold.get(), current_or_none()
+        if hold is None or run is None or hold.pool is not pool or not hold.active:
+            return timeout
+        text = (
+            f"the handler {run.handler!r} took a second connection from the pool of its own inbox. What it writes "
+            "there is not exactly once; write through tx, or use another pool."
+        )
+        if self._reaction == "raise":
+            raise SecondConnection(text, handler=run.handler)
+        warnings.warn(text, SecondConnectionWarning, stacklevel=4)
+        return self.timeout if timeout is None else timeout

@@ -1,0 +1,214 @@
+"""PostgreSQL through psycopg 3. What all drivers share is in postgresql.py.
+
+The connection is in autocommit mode while a unit has it, so that psycopg begins nothing by itself: BEGIN is ours, and
+`tx.transaction()` of a handler makes savepoints, as psycopg does it inside a transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import lru_cache
+from typing import Any
+
+import psycopg
+from psycopg.pq import TransactionStatus
+from psycopg.rows import dict_row
+from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
+
+from onceward.errors import HandlerEndedTransaction, StoreUnavailable, TryLater, UsageError
+from onceward.sql import dialect
+from onceward.sql.drivers.pool_watch import PoolWatch, noticed
+from onceward.sql.drivers.postgresql import LOCATE, Guard, PostgresSession, count
+from onceward.sql.plan import PARAMETER, Result, Statement, gives_rows
+from onceward.store import Features
+
+_OPEN = (TransactionStatus.INTRANS, TransactionStatus.INERROR, TransactionStatus.ACTIVE)
+_ENDS_TRANSACTION = {"commit", "rollback"}
+_ENDS_CONNECTION = {"close", "set_autocommit", "cancel", "cancel_safe", "tpc_begin"}
+
+
+class GuardedConnection(Guard):
+    """A psycopg AsyncConnection inside the inbox's transaction, as the handler sees it.
+
+    Everything of a connection is there, `cursor()` and `transaction()` (a savepoint) included. After `execute` the
+    driver is asked whether the transaction still stands; COMMIT finds out the rest.
+    """
+
+    def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        super().__init__()
+        self._connection = connection
+
+    async def execute(self, query: Any, params: Any = None, **options: Any) -> psycopg.AsyncCursor[Any]:
+        self.enter()
+        try:
+            return await self._connection.execute(query, params, **options)
+        finally:
+            closed = self._connection.closed
+            self.leave(stands=closed or self._connection.info.transaction_status in _OPEN)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ENDS_TRANSACTION:
+            self._ended = True
+            raise HandlerEndedTransaction(
+                f"the handler called {name}(). It was stopped and nothing it wrote stands. Leave that to onceward; "
+                "`async with tx.transaction()` makes a savepoint."
+            )
+        if name in _ENDS_CONNECTION:
+            raise UsageError(f"{name}() is not for handlers: the connection belongs to the inbox")
+        self.check()
+        return getattr(self._connection, name)
+
+
+class PsycopgSession(PostgresSession["psycopg.AsyncConnection[Any]"]):
+    away = (psycopg.InterfaceError,)
+
+    def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        super().__init__()
+        self._connection = connection
+
+    @property
+    def tx(self) -> psycopg.AsyncConnection[Any]:
+        if self._guard is None:
+            raise UsageError("there is no transaction")
+        return self._guard  # type: ignore[return-value]  # it answers to everything a connection does
+
+    @property
+    def gone(self) -> bool:
+        return self._connection.closed
+
+    def _new_guard(self) -> Guard:
+        return GuardedConnection(self._connection)
+
+    def _in_transaction(self) -> bool:
+        return self._connection.info.transaction_status in _OPEN
+
+    def _server_version(self) -> int:
+        return self._connection.info.server_version // 10000
+
+    def _has_standard_strings(self) -> bool:
+        return self._connection.info.parameter_status("standard_conforming_strings") == "on"
+
+    async def _send(self, sql: str) -> str:
+        cursor = await self._connection.execute(sql.encode(), prepare=False)
+        while cursor.nextset():
+            pass
+        return cursor.statusmessage or ""
+
+    async def _run(self, statement: Statement) -> Result:
+        async with self._connection.cursor(row_factory=dict_row) as cursor:
+            await cursor.execute(named(statement.sql), statement.params)
+            if gives_rows(statement.sql):
+                rows = await cursor.fetchall()
+                return Result(rows, len(rows))
+            return Result((), count(cursor.statusmessage or ""))
+
+    def _terminate(self) -> None:
+        self._connection.pgconn.finish()
+
+
+@lru_cache(maxsize=256)
+def named(sql: str) -> bytes:
+    """`:name` as `%(name)s`."""
+    return PARAMETER.sub(lambda m: m[0] if m[1] is None else f"%({m[1]})s", sql.replace("%", "%%")).encode()
+
+
+def _put_on(pool: Any) -> None:
+    original = pool.getconn
+
+    async def getconn(timeout: float | None = None) -> Any:
+        return await original(timeout=noticed(pool, timeout))
+
+    pool.getconn = getconn
+
+
+def _take_off(pool: Any) -> None:
+    del pool.getconn
+
+
+class PsycopgDriver:
+    features = Features(guards_pool=True, errors_abort=True)
+
+    def __init__(
+        self,
+        *,
+        conninfo: str | None = None,
+        pool: AsyncConnectionPool[Any] | None = None,
+        schema: str | None = None,
+        second_connection: str = "warn",
+        **pool_options: Any,
+    ) -> None:
+        if (conninfo is None) == (pool is None):
+            raise UsageError("PsycopgStore takes either a DSN or pool=")
+        self.schema = schema
+        self.dialect = dialect.postgresql(schema)
+        self._conninfo = conninfo
+        self._options = pool_options
+        self._given = pool
+        self._pool: AsyncConnectionPool[Any] | None = None
+        self.watch = PoolWatch(second_connection, _put_on, _take_off, _acquire, _release)
+
+    @property
+    def pool(self) -> AsyncConnectionPool[Any]:
+        if self._pool is None:
+            raise StoreUnavailable("the store is not open")
+        return self._pool
+
+    async def open(self) -> None:
+        self._pool = self._given if self._given is not None else await self._create_pool()
+        self.watch.attach(self._pool)
+        self.dialect = dialect.postgresql(self.schema)
+        if self.schema is None:
+            async with self.session(wait=30.0) as session:
+                found = await session.execute(LOCATE)
+            if found.rows:
+                self.dialect = dialect.postgresql(found.rows[0]["schema"])
+
+    async def _create_pool(self) -> AsyncConnectionPool[Any]:
+        options: dict[str, Any] = {"min_size": 1, "max_size": 10, "timeout": 10.0} | self._options
+        try:
+            # Once directly: a pool would try for a long time, and hide why it cannot.
+            await (await psycopg.AsyncConnection.connect(self._conninfo or "")).close()
+            pool: AsyncConnectionPool[Any] = AsyncConnectionPool(self._conninfo or "", open=False, **options)
+            await pool.open(wait=True)
+        except (psycopg.Error, PoolTimeout, OSError) as error:
+            raise StoreUnavailable(f"cannot connect to PostgreSQL: {error or type(error).__name__}") from error
+        return pool
+
+    async def close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
+        self.watch.detach(pool)
+        if self._given is None:
+            await pool.close(timeout=10.0)
+
+    @asynccontextmanager
+    async def session(self, *, wait: float, read_only: bool = False) -> AsyncIterator[PsycopgSession]:  # noqa: ARG002
+        async with AsyncExitStack() as stack:
+            try:
+                connection = await stack.enter_async_context(self.watch.connection(self.pool, wait))
+            except PoolTimeout as error:
+                text = f"waited {wait:g} s for a connection: all of the pool are in use, or PostgreSQL does not answer"
+                raise TryLater(reason="store_busy", text=text) from error
+            except (psycopg.Error, PoolClosed, OSError) as error:
+                raise PsycopgSession.translated(error, lost=True) from error
+            session = PsycopgSession(connection)
+            try:
+                yield session
+            finally:
+                await session.rollback()
+
+
+async def _acquire(pool: Any, wait: float) -> Any:
+    connection = await pool.getconn(timeout=wait)
+    connection.onceward_autocommit = connection.autocommit
+    await connection.set_autocommit(True)
+    return connection
+
+
+async def _release(pool: Any, connection: Any) -> None:
+    with suppress(psycopg.Error):  # a lost connection says nothing about the message; the pool replaces it
+        if not connection.closed:
+            await connection.set_autocommit(connection.onceward_autocommit)
+    await pool.putconn(connection)

@@ -1,0 +1,75 @@
+"""What is psycopg's own: pools, autocommit, cursors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg_pool import AsyncConnectionPool
+
+from onceward import Inbox, Message
+from onceward.errors import HandlerEndedTransaction, UsageError
+from onceward.psycopg import PsycopgStore
+from onceward.testing import PsycopgLab
+from onceward.testing.lab import Recorder
+
+
+@pytest.mark.parametrize("autocommit", [True, False])
+async def test_a_given_pool_is_used_and_left_as_it_was(psycopg_lab: PsycopgLab, autocommit: bool) -> None:
+    options = {"autocommit": autocommit}
+    pool: AsyncConnectionPool[Any] = AsyncConnectionPool(psycopg_lab.dsn, min_size=1, open=False, kwargs=options)
+    async with pool:
+        async with Inbox(PsycopgStore(pool=pool), consumer="billing") as inbox:
+            assert (await inbox.process(psycopg_lab.message(), Recorder(psycopg_lab))).processed
+        assert "getconn" not in vars(pool)
+        async with pool.connection() as connection:
+            assert connection.autocommit is autocommit
+            assert (await (await connection.execute("SELECT 1")).fetchone()) == (1,)
+
+
+async def test_the_handle_does_what_a_connection_does(psycopg_lab: PsycopgLab) -> None:
+    async def use(message: Message[Any], tx: psycopg.AsyncConnection[Any]) -> list[str]:
+        async with tx.cursor() as cursor:
+            await cursor.executemany("INSERT INTO effects VALUES (%s)", [("b",), ("a",)])
+        async with tx.cursor() as cursor, cursor.copy("COPY effects FROM STDIN") as copy:
+            await copy.write_row(("c",))
+        async with tx.transaction():
+            await tx.execute("INSERT INTO effects VALUES (%(x)s)", {"x": "d"})
+        rows = await (await tx.execute("SELECT what FROM effects ORDER BY 1")).fetchall()
+        with pytest.raises(UsageError, match="belongs to the inbox"):
+            await tx.close()
+        return [row[0] for row in rows]
+
+    outcome = await (await psycopg_lab.inbox()).process(psycopg_lab.message(), use)
+    assert outcome.result == ["a", "b", "c", "d"]
+    assert await psycopg_lab.effects() == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("verb", ["commit", "rollback"])
+async def test_a_handler_cannot_end_the_transaction_by_method(psycopg_lab: PsycopgLab, verb: str) -> None:
+    async def meddling(message: Message[Any], tx: psycopg.AsyncConnection[Any]) -> None:
+        await psycopg_lab.write(tx, message.id)
+        await getattr(tx, verb)()
+
+    inbox, message = await psycopg_lab.inbox(), psycopg_lab.message()
+    with pytest.raises(HandlerEndedTransaction, match=verb):
+        await inbox.process(message, meddling)
+    assert await psycopg_lab.effects() == []
+    record = await inbox.get_record(message)
+    assert record is not None
+    assert record.state == "dead"
+
+
+async def test_percent_signs_in_ids_stay(psycopg_lab: PsycopgLab) -> None:
+    inbox = await psycopg_lab.inbox(cache=0)
+    message = psycopg_lab.message("100% %s %(x)s")
+    assert (await inbox.process(message, Recorder(psycopg_lab))).processed
+    assert (await inbox.process(message, Recorder(psycopg_lab))).duplicate
+    assert await psycopg_lab.effects() == ["100% %s %(x)s"]
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    for options in ({}, {"dsn": "x", "second_connection": "no"}):
+        with pytest.raises(UsageError):
+            PsycopgStore(**options)  # type: ignore[arg-type]
