@@ -57,7 +57,7 @@ class UnknownScheme(UsageError):
 
 
 class MissingDriver(UsageError):
-    """The driver for this store is not installed."""
+    """A package that this needs is not installed."""
 
     extra: str
 

@@ -10,6 +10,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable
+from datetime import timedelta
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import msgspec
@@ -63,6 +64,7 @@ class Inbox(Generic[Tx]):
         key: KeyLike | None = None,
         tenant: TenantLike | None = None,
         retry: RetryPolicy | None = None,
+        retention: timedelta = timedelta(days=30),
         wait: float = 5.0,
         on_mismatch: OnMismatch = "report",
         unhandled: Unhandled = "raise",
@@ -86,6 +88,7 @@ class Inbox(Generic[Tx]):
         self._tenant = tenants.of(tenant)
         self._has_tenants = tenant is not None
         self._retry = retry
+        self._retention = retention
         self._on_mismatch = on_mismatch
         self._unhandled = unhandled
         self._seen_before = seen_before
@@ -387,6 +390,26 @@ class Inbox(Generic[Tx]):
         async with self._settler.unit(record.message()) as unit:
             if not await unit.discard(record.identity):
                 raise NotDead("the record has changed meanwhile; look again", state=record.state.value)
+
+    async def cleanup(self, older_than: timedelta | None = None, *, batch: int = 1000) -> int:
+        """Delete the records of what was processed longer ago than `older_than` (default: the inbox's retention).
+
+        In small transactions that nobody waits for; what is not processed is never touched. A message whose record is
+        gone is new when it comes again, so keep records longer than your broker can deliver again. The number deleted;
+        while another instance cleans up the same consumer, this one leaves it to that.
+        """
+        if not self._open:
+            raise InboxClosed
+        older = (self._retention if older_than is None else older_than).total_seconds()
+        if older < 0 or batch < 1:
+            raise UsageError("cleanup takes a time that is not negative, and batches of at least one")
+        total = 0
+        while True:
+            async with self.store.unit() as unit:
+                deleted = await unit.sweep(self.consumer, older, batch)
+            total += deleted or 0
+            if deleted is None or deleted < batch:
+                return total
 
     async def _dead_letter(self, message: Message[Any] | Identity) -> Record:
         record = await self.get_record(message)

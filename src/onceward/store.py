@@ -113,6 +113,9 @@ class Unit(Protocol[Tx_co]):
     async def bury(self, record: Record, failure: Failure, *, over: tuple[State, ...]) -> Record | None:
         """Make it a dead letter without counting an attempt, if it is new or in one of the states `over`."""
 
+    async def sweep(self, consumer: str, older: float, batch: int) -> int | None:
+        """Delete a batch of processed records older than so many seconds. None: another sweeper is at it."""
+
     async def discard(self, identity: Identity) -> bool:
         """DEAD -> DISCARDED."""
 

@@ -123,7 +123,7 @@ class _Families:
     def register(self, registry: CollectorRegistry | None) -> None:
         registry = self._default if registry is None else registry
         try:
-            for family in (self.duration, self.deferred, *self.counters.values()):
+            for family in (*self.counters.values(), self.deferred, self.duration):
                 registry.register(family)
         except ValueError as error:
             raise UsageError(

@@ -105,6 +105,19 @@ RETURNING
 UPDATE onceward_records SET state = 'discarded', payload = NULL, body = NULL, headers = NULL
 WHERE identity = :identity::text::uuid AND state = 'dead' AND pg_try_advisory_xact_lock(:lock::bigint)
 
+-- One sweeper at a time and consumer; the lock ends with the transaction.
+-- name: sweep_lock
+SELECT 1 WHERE pg_try_advisory_xact_lock(:lock::bigint)
+
+-- Only processed records, the oldest first, and none that a transaction holds: traffic never waits for this.
+-- name: sweep
+DELETE FROM onceward_records WHERE identity IN (
+    SELECT identity FROM onceward_records
+    WHERE consumer = :consumer::text AND state = 'processed'
+      AND processed_at < clock_timestamp() - :older::float8 * interval '1 second'
+    ORDER BY processed_at, identity LIMIT :batch::int
+    FOR UPDATE SKIP LOCKED)
+
 -- name: schema_version
 SELECT coalesce(max(version), 0) AS version FROM onceward_schema
 

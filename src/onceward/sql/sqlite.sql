@@ -87,6 +87,18 @@ RETURNING *
 UPDATE onceward_records SET state = 'discarded', payload = NULL, body = NULL, headers = NULL
 WHERE identity = :identity AND state = 'dead'
 
+-- The writer's turn is lock enough.
+-- name: sweep_lock
+SELECT 1
+
+-- Only processed records, the oldest first.
+-- name: sweep
+DELETE FROM onceward_records WHERE identity IN (
+    SELECT identity FROM onceward_records
+    WHERE consumer = :consumer AND state = 'processed'
+      AND processed_at < strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-' || :older || ' seconds')
+    ORDER BY processed_at, identity LIMIT :batch)
+
 -- name: schema_version
 SELECT coalesce(max(version), 0) AS version FROM onceward_schema
 

@@ -177,6 +177,9 @@ class SqlUnit(Generic[Tx]):
     async def bury(self, record: Record, failure: Failure, *, over: tuple[State, ...]) -> Record | None:
         return await self._alone(verbs.fail(self._dialect, record, failure, state=State.DEAD, over=over, counted=False))
 
+    async def sweep(self, consumer: str, older: float, batch: int) -> int | None:
+        return await self._alone(verbs.sweep(self._dialect, consumer, older, batch))
+
     async def discard(self, identity: Identity) -> bool:
         return await self._alone(verbs.discard(self._dialect, identity))
 

@@ -10,7 +10,7 @@ import msgspec
 
 from onceward import codec
 from onceward.errors import HandlerEndedTransaction, SchemaMissing, SchemaOutdated, SchemaTooNew
-from onceward.identity import Identity
+from onceward.identity import Identity, digest
 from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.sql.dialect import Dialect, Migration, migrations
@@ -105,6 +105,16 @@ def fail(
 def discard(dialect: Dialect, identity: Identity) -> Plan[bool]:
     discarded = yield dialect("discard", _identity(dialect, identity))
     return discarded.changed == 1
+
+
+def sweep(dialect: Dialect, consumer: str, older: float, batch: int) -> Plan[int | None]:
+    """Delete one batch of what was processed more than `older` seconds ago. None: another sweeper is at it."""
+    lock = int.from_bytes(digest("onceward sweep", consumer)[:8], "big", signed=True)
+    locked = yield dialect("sweep_lock", {"lock": lock})
+    if not locked.rows:
+        return None
+    swept = yield dialect("sweep", {"consumer": consumer, "older": round(older, 3), "batch": batch})
+    return swept.changed
 
 
 def version(dialect: Dialect) -> Plan[int]:

@@ -60,6 +60,10 @@ class Lab(ABC):
         """A connection of the store's own pool, taken as a user would."""
         raise NotImplementedError
 
+    @abstractmethod
+    async def make_older(self, message_id: str, *, days: int) -> None:
+        """Move the times of a record into the past."""
+
     async def slow_commits(self) -> None:  # noqa: B027 - not every database can
         """Make a COMMIT take a moment, where the database can, so that something can happen meanwhile."""
 

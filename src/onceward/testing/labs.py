@@ -26,6 +26,10 @@ class SqliteLab(Lab):
     def unreachable(self) -> Store[Any]:
         return SqliteStore(self.path.parent / "nowhere" / "shop.db")
 
+    async def make_older(self, message_id: str, *, days: int) -> None:
+        moment = f"strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-{days} days')"
+        await self.query(f"UPDATE onceward_records SET processed_at = {moment} WHERE message_id = '{message_id}'")  # noqa: S608
+
     async def query(self, sql: str) -> list[tuple[Any, ...]]:
         with closing(sqlite3.connect(self.path, timeout=10, isolation_level=None)) as connection:
             return connection.execute(sql).fetchall()
@@ -61,6 +65,10 @@ class PostgresLab(Lab):
 
         behind = self.url.replace(f":{self.address[1]}/", f":{port}/").replace(self.address[0], "127.0.0.1")
         return AsyncpgStore(behind, max_size=2)
+
+    async def make_older(self, message_id: str, *, days: int) -> None:
+        moment = f"now() - interval '{days} days'"
+        await self.query(f"UPDATE onceward_records SET processed_at = {moment} WHERE message_id = '{message_id}'")  # noqa: S608
 
     async def slow_commits(self) -> None:
         await self.query(

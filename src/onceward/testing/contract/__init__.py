@@ -9,6 +9,7 @@ from onceward.testing.contract.identities import IdentityContract
 from onceward.testing.contract.inputs import InputContract
 from onceward.testing.contract.processing import ProcessingContract
 from onceward.testing.contract.racing import RacingContract
+from onceward.testing.contract.retention import RetentionContract
 from onceward.testing.contract.transactions import TransactionContract
 
 
@@ -20,6 +21,7 @@ class StoreContract(
     RacingContract,
     CrashContract,
     InputContract,
+    RetentionContract,
 ):
     """Subclass it with a fixture `lab` that gives a Lab on an empty database."""
 
