@@ -235,6 +235,20 @@ async def test_a_task_left_on_the_connection_does_not_hang_the_inbox(postgres_la
     assert (await inbox.process(message, Recorder(postgres_lab))).processed, "the server has noticed"
 
 
+async def test_a_task_left_behind_is_counted_also_with_a_result(postgres_lab: PostgresLab) -> None:
+    tasks = []
+
+    async def leaving(message: Message[Any], tx: asyncpg.Connection) -> int:
+        tasks.append(asyncio.ensure_future(tx.execute("SELECT pg_sleep(0.2)")))
+        await asyncio.sleep(0)
+        return 1
+
+    inbox, message = await postgres_lab.inbox(), postgres_lab.message()
+    with pytest.raises(UsageError, match="left behind"):
+        await inbox.process(message, leaving)
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_a_handler_that_gathers_on_tx_fails_and_is_counted(postgres_lab: PostgresLab) -> None:
     async def greedy(message: Message[Any], tx: asyncpg.Connection) -> None:
         await asyncio.gather(tx.execute("SELECT pg_sleep(0.1)"), tx.execute("SELECT 1"))

@@ -32,6 +32,8 @@ def record(state: State, **fields: object) -> Record:
         (record(State.FAILED, attempts=2), POLICY, Decision.RUN),
         (record(State.FAILED, attempts=3), POLICY, Decision.EXHAUSTED),
         (record(State.RUNNING, attempts=1, started=2), POLICY, Decision.EXHAUSTED),
+        (record(State.RUNNING, started=3, next_try_at=NOW - timedelta(seconds=29)), POLICY, Decision.BUSY),
+        (record(State.RUNNING, started=3, next_try_at=NOW - timedelta(seconds=31)), POLICY, Decision.EXHAUSTED),
         (record(State.RUNNING, attempts=1, started=1), POLICY, Decision.RUN),
         (record(State.RUNNING, started=9), None, Decision.RUN),
         (record(State.RUNNING, started=1, next_try_at=NOW + timedelta(seconds=1)), POLICY, Decision.BUSY),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from onceward import Inbox, Message, StoreReadOnly, StoreUnavailable, TryLater
+from onceward import Inbox, Message, RetryPolicy, StoreReadOnly, StoreUnavailable, TryLater
 from onceward.errors import HandlerEndedTransaction, NestedProcess, UsageError
 from onceward.sql.drivers import sqlite_writer
 from onceward.sqlite import SqliteStore
@@ -189,6 +189,51 @@ async def test_nesting_is_noticed_through_a_symbolic_link(sqlite_lab: SqliteLab,
         for handler in (inner, middle):
             with pytest.raises(NestedProcess):
                 await inbox.process(sqlite_lab.message(), handler)
+
+
+async def test_a_full_disk_is_not_a_crash(sqlite_lab: SqliteLab) -> None:
+    async def filling(message: Message[Any], tx: Any) -> None:
+        pages = await tx.fetchval("PRAGMA page_count")
+        await tx.execute("PRAGMA cache_size = 5")
+        await tx.execute(f"PRAGMA max_page_count = {pages + 5}")
+        await tx.execute("INSERT INTO effects VALUES (zeroblob(3000000))")
+
+    inbox = await sqlite_lab.inbox(retry=RetryPolicy(max_attempts=3, base=0.0))
+    for _ in range(4):
+        with pytest.raises((StoreUnavailable, sqlite3.OperationalError)):
+            await inbox.process(sqlite_lab.message("m"), filling, redelivered=True)
+        record = await inbox.get_record(sqlite_lab.message("m"))
+        assert record is None or record.started == 0
+        if record is not None and record.attempts >= 2:
+            break
+
+
+async def test_a_setting_that_would_outlast_the_handler_is_refused(sqlite_lab: SqliteLab) -> None:
+    async def setting(message: Message[Any], tx: Any) -> None:
+        assert await tx.fetchval("PRAGMA query_only") == 0
+        await tx.execute("PRAGMA query_only = ON")
+
+    inbox = await sqlite_lab.inbox()
+    with pytest.raises(UsageError, match="outlast"):
+        await inbox.process(sqlite_lab.message(), setting)
+    assert (await inbox.process(sqlite_lab.message(), Recorder(sqlite_lab))).processed
+
+
+async def test_a_mark_that_could_not_be_taken_back_is_taken_back_later(sqlite_lab: SqliteLab) -> None:
+    holder = sqlite3.connect(sqlite_lab.path, isolation_level=None)
+
+    async def reached(point: str) -> None:
+        if point == "after mark":
+            holder.execute("BEGIN IMMEDIATE")
+
+    inbox = await sqlite_lab.inbox(reached=reached, wait=0.1, retry=RetryPolicy(max_attempts=3, base=0.0))
+    with closing(holder):
+        with pytest.raises(TryLater) as caught:
+            await inbox.process(sqlite_lab.message("m"), Recorder(sqlite_lab), redelivered=True)
+        assert caught.value.reason == "store_busy"
+        holder.execute("ROLLBACK")
+    await inbox.close()
+    assert await sqlite_lab.query("SELECT state, started FROM onceward_records") == [("failed", 0)]
 
 
 async def test_reading_cannot_write(sqlite_lab: SqliteLab) -> None:

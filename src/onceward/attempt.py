@@ -53,6 +53,8 @@ async def attempt(unit: Unit[Any], work: Work) -> Outcome[Any]:
     work = msgspec.structs.replace(work, marked=1)
     try:
         return await _claim_and_run(unit, work)
+    except HandlerEndedTransaction:
+        raise  # buried, and its mark with it
     except BaseException:
         # Whatever this is, the process did not die of it. (A failure that was kept has taken its mark back itself.)
         await _take_mark_back(unit, work)
@@ -68,7 +70,7 @@ async def _claim_and_run(unit: Unit[Any], work: Work) -> Outcome[Any]:
         return await _run(unit, work, None)
     settled = await _judge(unit, work, found)
     if settled is not None:
-        if work.marked:
+        if work.marked and not isinstance(settled.error, AttemptsExhausted):
             await _take_mark_back(unit, work)
         return settled
     if not await unit.take(found.record, work.draft()):
@@ -111,16 +113,20 @@ async def _mark_start(unit: Unit[Any], work: Work) -> Outcome[Any] | None:
 
 
 async def _take_mark_back(unit: Unit[Any], work: Work) -> None:
-    async def take_back() -> None:
+    async def take_back() -> bool:
         await unit.rollback()
         for _ in range(MARK_TRIES):
             with suppress(StoreUnavailable):
-                await unit.unmark(work.draft())
-                return
+                return await unit.unmark(work.draft())
+        return False
 
-    # Where even this cannot be written, the mark stays, and counts as the crash that it looks like.
-    with suppress(OncewardError):
-        await finish(take_back())
+    taken = False
+    try:
+        with suppress(OncewardError):
+            taken = await finish(take_back())
+    finally:
+        if not taken and work.mark_left is not None:
+            work.mark_left(work)  # busy or away: again, a little later
 
 
 async def _judge(unit: Unit[Any], work: Work, found: Found) -> Outcome[Any] | None:
@@ -243,6 +249,8 @@ async def _failed(
     crashes = (before.started if before else 0) - work.marked
     state, delay = _consequence(error, work, attempts, max(0, crashes))
     kept = await unit.fail(work.whole(duration_ms), failure_of(error), state, delay, replayed=work.replayed)
+    if kept is None and work.marked:
+        await _take_mark_back(unit, work)
     if kept is None and state is State.DEAD:
         raise InFlight  # another runner has it, and nothing is kept of this run: its outcome counts
     retry_at = kept.next_try_at if kept else None

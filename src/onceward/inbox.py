@@ -122,7 +122,7 @@ class Inbox(Generic[Tx]):
     async def close(self) -> None:
         if self._open:
             self._open = False
-            self._settler.forget()
+            await self._settler.close()
             await self.store.close()
 
     async def setup(self) -> None:

@@ -6,7 +6,7 @@ what a new delivery of the same identity means. The diagram in docs/guarantees.m
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import Enum, StrEnum
 from typing import Any
 
@@ -164,6 +164,14 @@ class Decision(Enum):
     DEAD = "dead"
 
 
+PATIENCE = timedelta(seconds=30)
+"""After a start mark, a message is not buried for its crashes before this: its runner may just be slow to claim it."""
+
+
+def _may_be_alive(record: Record, now: datetime) -> bool:
+    return record.state is State.RUNNING and record.next_try_at is not None and now - record.next_try_at < PATIENCE
+
+
 def decide(record: Record, policy: RetryPolicy | None, now: datetime) -> Decision:
     """Pure: the record, the retry policy if there is one, and the database's time."""
     match record.state:
@@ -179,7 +187,7 @@ def decide(record: Record, policy: RetryPolicy | None, now: datetime) -> Decisio
             if policy is None:
                 return Decision.RUN
             if policy.exhausted(record.attempts + record.started):
-                return Decision.EXHAUSTED
+                return Decision.BUSY if _may_be_alive(record, now) else Decision.EXHAUSTED
             if record.next_try_at is not None and record.next_try_at > now:
                 return Decision.LATER
             return Decision.RUN

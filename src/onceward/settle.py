@@ -7,12 +7,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from onceward import codec
 from onceward.attempt import attempt, compare
-from onceward.errors import TryLater
+from onceward.errors import OncewardError, TryLater
 from onceward.flights import Cache, Done, Flights, in_flight
 from onceward.message import Message
 from onceward.outcome import Kind, Outcome
@@ -20,6 +22,9 @@ from onceward.store import Conflict, InFlight, Store, Unit
 from onceward.work import Work
 
 Tx = TypeVar("Tx")
+
+MARK_PAUSES = (0.05, 0.2, 1.0, 5.0, 10.0)
+"""Seconds before each further try to take back a start mark, while the store is busy or away."""
 
 CONFLICTS = 20
 """How often a transaction that the database asks to run again is run again, before TryLater(store_busy)."""
@@ -39,6 +44,7 @@ class Settler(Generic[Tx]):
         self._on_begin = on_begin
         self._flights = Flights()
         self._cache = Cache(cache)
+        self._marks_left: dict[asyncio.Task[None], Work] = {}
 
     def unit(self, message: Message[Any], *, read_only: bool = False) -> AbstractAsyncContextManager[Unit[Tx]]:
         """A unit of work for this message, with the user's `on_begin` in each of its transactions."""
@@ -46,9 +52,31 @@ class Settler(Generic[Tx]):
         begin = None if hook is None else lambda tx: hook(tx, message)
         return self._store.unit(begin=begin, wait=self._wait, read_only=read_only)
 
-    def forget(self) -> None:
-        """The database may be another one the next time it is opened."""
+    async def close(self) -> None:
+        """Take back what marks are left, and forget: the database may be another one when it is opened again."""
         self._cache.clear()
+        left = list(self._marks_left.items())
+        for task, work in left:
+            task.cancel()
+            with suppress(OncewardError):
+                await self._take_mark_back(work)
+        await asyncio.gather(*(task for task, _ in left), return_exceptions=True)
+
+    def _mark_left(self, work: Work) -> None:
+        task = asyncio.ensure_future(self._take_mark_back_later(work))
+        self._marks_left[task] = work
+        task.add_done_callback(lambda ended: self._marks_left.pop(ended, None))
+
+    async def _take_mark_back_later(self, work: Work) -> None:
+        for pause in MARK_PAUSES:
+            await asyncio.sleep(pause)
+            with suppress(OncewardError):
+                if await self._take_mark_back(work):
+                    return
+
+    async def _take_mark_back(self, work: Work) -> bool:
+        async with self.unit(work.message) as unit:
+            return await unit.unmark(work.draft())
 
     async def settle(self, work: Work) -> Outcome[Any]:
         known = self._known(work)
@@ -73,10 +101,11 @@ class Settler(Generic[Tx]):
         while True:
             try:
                 async with self.unit(work.message) as unit:
-                    outcome = await attempt(unit, work)
+                    outcome = await attempt(unit, msgspec.structs.replace(work, mark_left=self._mark_left))
             except InFlight:
                 if loop.time() + pause > deadline:
                     raise in_flight(self._wait) from None
+                work = work.afresh()
             except Conflict as conflict:
                 conflicts += 1
                 if conflicts >= CONFLICTS:

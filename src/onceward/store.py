@@ -99,8 +99,8 @@ class Unit(Protocol[Tx_co]):
     async def mark(self, found: Record | None, record: Record) -> bool:
         """Commit a start mark. False: the record has changed, or another runner has it."""
 
-    async def unmark(self, record: Record) -> None:
-        """Take a start mark back: the run was interrupted, it did not crash."""
+    async def unmark(self, record: Record) -> bool:
+        """Take a start mark back: the run was interrupted, it did not crash. False: another runner has it."""
 
     async def fail(
         self, record: Record, failure: Failure, state: State, delay: float | None, *, replayed: bool = False

@@ -34,6 +34,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     seen_before: Callable[[Any, Message[Any]], Awaitable[bool]] | None = None
     replayed: bool = False
     """A person asked for it: a dead record may run again."""
+    mark_left: Callable[[Work], None] | None = None
+    """Told when a start mark could not be taken back right away."""
     marked: int = 0
     """1 once a start mark of ours is committed."""
 
@@ -71,7 +73,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
     def afresh(self) -> Work:
         """For another run: a handler that changed its payload must not find the change."""
-        if self.payload is None or not isinstance(self.message.payload, (dict, list)):
+        if self.payload is None or codec.encode(self.message.payload) == bytes(self.payload):
             return self
         payload = codec.decode(bytes(self.payload))
         return msgspec.structs.replace(self, message=msgspec.structs.replace(self.message, payload=payload))

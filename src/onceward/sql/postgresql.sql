@@ -70,7 +70,7 @@ UPDATE onceward_records
 SET started = greatest(0, started - 1),
     next_try_at = CASE WHEN state = 'running' THEN NULL ELSE next_try_at END,
     state = CASE WHEN state = 'running' THEN 'failed' ELSE state END
-WHERE identity = :identity::text::uuid AND started > 0
+WHERE identity = :identity::text::uuid AND started > 0 AND pg_try_advisory_xact_lock(:lock::bigint)
 
 -- The error is appended to the last nine. A record that changed meanwhile (somebody else succeeded) is left alone.
 -- name: fail
@@ -88,7 +88,9 @@ SELECT
 WHERE pg_try_advisory_xact_lock(:lock::bigint)
 ON CONFLICT (identity) DO UPDATE
 SET state = excluded.state, attempts = onceward_records.attempts + :counted::int,
-    started = greatest(0, onceward_records.started - :unmark::int),
+    -- a record that says processed has taken its mark back already
+    started = greatest(0, onceward_records.started
+                          - CASE WHEN onceward_records.state = 'processed' THEN 0 ELSE :unmark::int END),
     errors = jsonb_path_query_array(coalesce(onceward_records.errors, '[]'), '$[last - 8 to last]') || excluded.errors,
     payload = excluded.payload, body = excluded.body, headers = excluded.headers,
     payload_hash = excluded.payload_hash, origin = excluded.origin, handler = excluded.handler,

@@ -70,7 +70,9 @@ VALUES (
     strftime('%Y-%m-%dT%H:%M:%fZ', 'now', :delay || ' seconds'), :stream, :position, :depends_on)
 ON CONFLICT (identity) DO UPDATE
 SET state = excluded.state, attempts = onceward_records.attempts + :counted,
-    started = max(0, onceward_records.started - :unmark),
+    -- a record that says processed has taken its mark back already
+    started = max(0, onceward_records.started
+                     - CASE WHEN onceward_records.state = 'processed' THEN 0 ELSE :unmark END),
     errors = json_insert(
         CASE WHEN json_array_length(onceward_records.errors) >= 10
              THEN json_remove(onceward_records.errors, '$[0]')

@@ -51,9 +51,9 @@ class SqlStore(Generic[Tx]):
 
     async def close(self) -> None:
         async with self._opening.of_this_loop():
-            if self._users == 1:
-                await finish(self._driver.close())
             self._users = max(0, self._users - 1)
+            if self._users == 0:
+                await finish(self._driver.close())
 
     async def setup(self) -> None:
         """Make or upgrade the tables. Safe with many instances starting at once; the store need not be open."""
@@ -165,8 +165,8 @@ class SqlUnit(Generic[Tx]):
     async def mark(self, found: Record | None, record: Record) -> bool:
         return await self._alone(verbs.mark(self._dialect, found, record))
 
-    async def unmark(self, record: Record) -> None:
-        await self._alone(verbs.unmark(self._dialect, record))
+    async def unmark(self, record: Record) -> bool:
+        return await self._alone(verbs.unmark(self._dialect, record))
 
     async def fail(
         self, record: Record, failure: Failure, state: State, delay: float | None, *, replayed: bool = False

@@ -72,8 +72,9 @@ def mark(dialect: Dialect, found: Record | None, record: Record) -> Plan[bool]:
     return marked.changed == 1
 
 
-def unmark(dialect: Dialect, record: Record) -> Plan[None]:
-    yield dialect("unmark", _identity(dialect, record.identity))
+def unmark(dialect: Dialect, record: Record) -> Plan[bool]:
+    unmarked = yield dialect("unmark", _identity(dialect, record.identity))
+    return unmarked.changed == 1
 
 
 def fail(

@@ -7,8 +7,10 @@ from typing import Any
 
 
 async def run_sql(tx: Any, sql: str, *params: Any) -> list[tuple[Any, ...]]:
-    fetch = getattr(tx, "fetch", None)
-    if fetch is not None:  # asyncpg, and SQLite's handle
-        return [tuple(row) for row in await fetch(sql, *params)]
-    cursor = await tx.execute(re.sub(r"\$\d", "%s", sql), params or None)  # psycopg
-    return list(await cursor.fetchall()) if cursor.description else []
+    if getattr(tx, "fetch", None) is None:  # psycopg
+        cursor = await tx.execute(re.sub(r"\$\d", "%s", sql), params or None)
+        return list(await cursor.fetchall()) if cursor.description else []
+    if sql.startswith("SELECT"):  # asyncpg, and SQLite's handle
+        return [tuple(row) for row in await tx.fetch(sql, *params)]
+    await tx.execute(sql, *params)  # several statements at once are possible here only
+    return []

@@ -19,8 +19,6 @@ from onceward.store import Features
 
 
 class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
-    away = (asyncpg.InterfaceError,)
-
     def __init__(self, connection: asyncpg.Connection) -> None:
         super().__init__()
         self._connection = connection

@@ -49,6 +49,8 @@ class Guard:
         self._over = False
         self._ended = False
         self._idle = asyncio.Event()
+        self.broken = False
+        """A savepoint could not be undone, so nobody knows what would be committed."""
         self.running = 0
         """Verbs that have been called and have not come back."""
 
@@ -111,6 +113,7 @@ class PostgresSession(ABC, Generic[Tx]):
         return await self.execute(first) if first is not None else Result((), 0)
 
     async def execute(self, statement: Statement) -> Result:
+        self._check_idle(self._guard)
         try:
             return await self._run(statement)
         except Exception as error:  # noqa: BLE001 - told apart there
@@ -155,12 +158,17 @@ class PostgresSession(ABC, Generic[Tx]):
         if guard is None:
             raise UsageError("there is no transaction to commit")
         ended = guard.end_of_run()
-        if guard.running:
-            self._abandon()
-            raise UsageError("a task that the handler left behind still uses tx; await it before the handler returns")
+        self._check_idle(guard)
         if ended or not self._in_transaction():
             raise HandlerEndedTransaction
+        if guard.broken:
+            raise UsageError("two tasks of the handler used tx.transaction() at the same time, and one was not undone")
         await finish(self._commit())
+
+    def _check_idle(self, guard: Guard | None) -> None:
+        if guard is not None and guard.running:
+            self._abandon()
+            raise UsageError("a task that the handler left behind still uses tx; await it before the handler returns")
 
     async def _commit(self) -> None:
         try:
@@ -210,8 +218,8 @@ class PostgresSession(ABC, Generic[Tx]):
             error = error.__cause__
         return False
 
-    @classmethod
-    def translated(cls, error: Exception, *, lost: bool = False) -> Exception:
+    @staticmethod
+    def translated(error: Exception, *, lost: bool = False) -> Exception:
         """The driver's error as onceward's, where the database itself is the trouble."""
         state = getattr(error, "sqlstate", None) or ""
         if state in _NO_TABLE:
@@ -220,14 +228,11 @@ class PostgresSession(ABC, Generic[Tx]):
             return StoreReadOnly(f"PostgreSQL is read-only ({error}). Point the inbox at the primary.")
         if state == _ABORTED:
             return CommitNotApplied()
-        if lost or state.startswith(_AWAY) or isinstance(error, (OSError, *cls.away)):
+        if lost or state.startswith(_AWAY) or isinstance(error, OSError):
             return StoreUnavailable(f"PostgreSQL is not available: {error or type(error).__name__}")
         return error
 
     # --- primitives of the driver -----------------------------------------------------------------------------
-
-    away: tuple[type[Exception], ...] = ()
-    """Errors of the driver without an SQLSTATE that mean: the connection cannot be used."""
 
     @property
     @abstractmethod

@@ -14,6 +14,7 @@ from typing import Any
 import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import dict_row
+from psycopg.transaction import OutOfOrderTransactionNesting
 from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
 from onceward.errors import HandlerEndedTransaction, StoreUnavailable, TryLater, UsageError
@@ -47,6 +48,17 @@ class GuardedConnection(Guard):
             closed = self._connection.closed
             self.leave(stands=closed or self._connection.info.transaction_status in _OPEN)
 
+    @asynccontextmanager
+    async def transaction(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        """psycopg's own, which is a savepoint here."""
+        self.check()
+        try:
+            async with self._connection.transaction(*args, **options) as block:
+                yield block
+        except OutOfOrderTransactionNesting:
+            self.broken = True  # psycopg has left this block as it is
+            raise
+
     def __getattr__(self, name: str) -> Any:
         if name in _ENDS_TRANSACTION:
             self._ended = True
@@ -61,8 +73,6 @@ class GuardedConnection(Guard):
 
 
 class PsycopgSession(PostgresSession["psycopg.AsyncConnection[Any]"]):
-    away = (psycopg.InterfaceError,)
-
     def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
         super().__init__()
         self._connection = connection

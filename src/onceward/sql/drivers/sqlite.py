@@ -73,7 +73,14 @@ class Transaction:
             self._undo(name)
             raise
         else:
+            self._release(name)
+
+    def _release(self, name: str) -> None:
+        try:
             self._run(f"RELEASE {name}")
+        except sqlite3.Error:  # undone by another task's block
+            self.broken = True
+            raise
 
     def _undo(self, name: str) -> None:
         try:
@@ -119,6 +126,8 @@ class SqliteSession:
         try:
             return self._writer.connection.execute(sql, params)
         except sqlite3.DatabaseError as error:
+            if primary_code(error) == sqlite3.SQLITE_AUTH and self._writer.refused_setting:
+                raise UsageError("this PRAGMA would outlast the handler, on the connection of all handlers") from error
             if primary_code(error) == sqlite3.SQLITE_AUTH:
                 self._ended = True
                 raise HandlerEndedTransaction(
@@ -142,7 +151,7 @@ class SqliteSession:
     async def begin(self, first: Statement | None = None) -> Result:
         if self._turn is None:
             self._turn = await self._writer.take(self._wait)
-        self._ended = False
+        self._ended = self.lost = False
         self._tx = Transaction(self._handler_execute)
         self._raw(f"SAVEPOINT {self._savepoint}")
         return await self.execute(first) if first is not None else Result((), 0)

@@ -41,6 +41,11 @@ _AWAY = {
     sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_PERM,
 }  # fmt: skip
 
+# Settings of the connection that would outlast the handler which makes them.
+_SETTINGS = {
+    "busy_timeout", "foreign_keys", "journal_mode", "locking_mode", "query_only", "synchronous", "wal_autocheckpoint",
+}  # fmt: skip
+
 # The writer whose turn this task, or the task that started it, is having.
 _turn_of: ContextVar[Turn | None] = ContextVar("onceward_sqlite_turn", default=None)
 
@@ -104,6 +109,7 @@ class Writer:
         # where the authorizer would not see it.
         self.secret = token_hex(8)
         self.guarding = False
+        self.refused_setting = False
         self.closed = False
         self._begin = f"BEGIN IMMEDIATE /* {self.secret} */"
         self._commit = f"COMMIT /* {self.secret} */"
@@ -168,10 +174,13 @@ class Writer:
     def _was_closed(self) -> StoreUnavailable:
         return StoreUnavailable(f"{self.path} was closed while it was in use")
 
-    def _authorize(self, action: int, _one: str | None, two: str | None, _db: str | None, _by: str | None) -> int:
+    def _authorize(self, action: int, one: str | None, two: str | None, _db: str | None, _by: str | None) -> int:
         """While a handler runs, nobody but us begins or ends a transaction or touches our savepoint."""
+        if not self.guarding:
+            return sqlite3.SQLITE_OK
         ours = action == sqlite3.SQLITE_SAVEPOINT and two is not None and self.secret in two
-        if self.guarding and (action == sqlite3.SQLITE_TRANSACTION or ours):
+        self.refused_setting = action == sqlite3.SQLITE_PRAGMA and one in _SETTINGS and two is not None
+        if action == sqlite3.SQLITE_TRANSACTION or ours or self.refused_setting:
             return sqlite3.SQLITE_DENY
         return sqlite3.SQLITE_OK
 
@@ -197,7 +206,10 @@ class Writer:
         except BaseException:
             self._pass_on()
             raise
-        turn = Turn(self, _turn_of.get())
+        outer = _turn_of.get()
+        while outer is not None and not outer.active:
+            outer = outer.outer  # it is over, and must not be kept alive
+        turn = Turn(self, outer)
         _turn_of.set(turn)
         return turn
 

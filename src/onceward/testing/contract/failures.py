@@ -240,6 +240,30 @@ class FailureContract:
         assert record is not None
         assert record.payload == {"amount": 7}
 
+    async def test_a_run_after_a_twin_sees_the_payload_as_it_came(self, lab: Lab) -> None:
+        if not lab.store().features.concurrent_units:
+            pytest.skip(f"{type(lab).__name__}: its writer keeps its turn until the attempt is written")
+        other, message = await lab.inbox(), lab.message(payload={"amount": 7, "tags": (1, 2)})
+        seen: list[dict[str, Any]] = []
+
+        async def reached(point: str) -> None:
+            if point == "before fail" and len(seen) == 1:
+                with pytest.raises(ValueError, match="other"):
+                    await other.process(message, Recorder(lab, error=ValueError("other")))
+                await lab.query("UPDATE onceward_records SET state = 'accepted'")
+
+        async def popping(message: Message[Any], tx: Any) -> None:
+            seen.append(dict(message.payload))
+            message.payload.pop("amount")
+            await lab.query("UPDATE onceward_records SET state = 'failed'")
+            raise Reject("bad")
+
+        inbox = await lab.inbox(reached=reached)
+        outcome = await inbox.process(message, popping)
+        assert outcome.kind in (Kind.DEAD, Kind.ACCEPTED)
+        assert seen[0] == {"amount": 7, "tags": (1, 2)}
+        assert all(payload["amount"] == 7 for payload in seen)
+
     @pytest.mark.parametrize("delay", [float("inf"), 1e15, -5.0, float("nan")])
     async def test_a_handler_may_ask_for_any_delay(self, lab: Lab, delay: float) -> None:
         inbox, message = await lab.inbox(), lab.message()

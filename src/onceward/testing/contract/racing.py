@@ -152,6 +152,24 @@ class RacingContract:
         assert job.result().processed
         assert await lab.effects() == ["m"]
 
+    async def test_a_loop_of_many_messages_in_one_task_stays_flat(self, lab: Lab) -> None:
+        """What one message leaves behind in its task, a consumer loop has a million times."""
+        inbox = await lab.inbox()
+        for number in range(1500):
+            assert (await inbox.process(lab.message(f"{number}"), lambda message: None)).processed
+
+    async def test_a_close_that_is_cancelled_can_be_followed_by_an_open(self, lab: Lab) -> None:
+        inbox, gate = await lab.inbox(), Gate(lab)
+        job = asyncio.ensure_future(inbox.process(lab.message("m"), gate))
+        await gate.started.wait()
+        closing = asyncio.ensure_future(inbox.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        gate.go.set()
+        await asyncio.gather(job, closing, return_exceptions=True)
+        await inbox.open()
+        assert (await inbox.process(lab.message(), Recorder(lab))).processed
+
     async def test_opening_twice_at_once_opens_once(self, lab: Lab) -> None:
         inbox = await lab.inbox()
         await inbox.close()
