@@ -18,7 +18,7 @@ from onceward.errors import (
     UsageError,
 )
 from onceward.sql import dialect
-from onceward.sql.drivers.sqlite_writer import Turn, Writer, connect, primary_code, translated
+from onceward.sql.drivers.sqlite_writer import Turn, Writer, connect, primary_code, raise_translated
 from onceward.sql.plan import Result, Statement
 from onceward.store import Conflict, Features
 
@@ -230,10 +230,9 @@ class SqliteSession:
 
 
 def _raise(error: sqlite3.Error, path: str) -> NoReturn:
-    problem = SchemaMissing() if "no such table: onceward_" in str(error) else translated(error, path)
-    if problem is error:
-        raise error
-    raise problem from error
+    if "no such table: onceward_" in str(error):
+        raise SchemaMissing from error
+    raise_translated(error, path)
 
 
 class SqliteReadSession:

@@ -18,6 +18,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from secrets import token_hex
+from typing import NoReturn
 
 from onceward.errors import NestedProcess, StoreReadOnly, StoreUnavailable, TryLater
 from onceward.shield import wait_out
@@ -64,6 +65,13 @@ def translated(error: sqlite3.Error, path: str) -> Exception:
     if code in _AWAY:
         return StoreUnavailable(f"{path} cannot be used: {error}. Check that the folder exists and the disk has room.")
     return error
+
+
+def raise_translated(error: sqlite3.Error, path: str) -> NoReturn:
+    problem = translated(error, path)
+    if problem is error:
+        raise error
+    raise problem from error
 
 
 class Group:
@@ -139,7 +147,7 @@ class Writer:
                 connection.close()
                 raise
         except sqlite3.Error as error:
-            raise translated(error, self.path) from error
+            raise_translated(error, self.path)
         connection.set_authorizer(self._authorize)
         return connection
 
@@ -299,9 +307,8 @@ class Writer:
                 self.connection.execute(self._begin)
                 break
             except sqlite3.Error as error:
-                problem = translated(error, self.path)
-                if not isinstance(problem, TryLater) or time.monotonic() >= deadline:
-                    raise problem from error
+                if primary_code(error) not in _BUSY or time.monotonic() >= deadline:
+                    raise_translated(error, self.path)
             await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter
             pause = min(pause * 2, 0.002)  # short: the gap between two groups of another process is
         self._group = Group()
