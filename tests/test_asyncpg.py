@@ -319,6 +319,19 @@ async def test_a_rerun_sees_the_payload_as_it_came(postgres_lab: PostgresLab) ->
     assert seen == [7, 7, 7]
 
 
+async def test_a_rerun_does_not_mind_what_the_handler_put_into_the_payload(postgres_lab: PostgresLab) -> None:
+    seen = []
+
+    async def meddling(message: Message[Any], tx: asyncpg.Connection) -> None:
+        seen.append(dict(message.payload))
+        message.payload["client"] = object()
+        if len(seen) < 2:
+            await tx.execute("DO $$ BEGIN RAISE EXCEPTION 'again' USING ERRCODE = '40001'; END $$")
+
+    assert (await (await postgres_lab.inbox()).process(postgres_lab.message(), meddling)).processed
+    assert seen == [{"amount": 7}, {"amount": 7}]
+
+
 async def test_not_waiting_at_all_still_works(postgres_lab: PostgresLab) -> None:
     inbox = await postgres_lab.inbox(wait=0)
     assert (await inbox.process(postgres_lab.message(), Recorder(postgres_lab))).processed

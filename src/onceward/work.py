@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from onceward import codec
+from onceward.errors import PayloadInvalid
 from onceward.handlers import Handler
 from onceward.identity import Identity
 from onceward.message import Message
@@ -73,7 +74,13 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
     def afresh(self) -> Work:
         """For another run: a handler that changed its payload must not find the change."""
-        if self.payload is None or codec.encode(self.message.payload) == bytes(self.payload):
+        if self.payload is None or self._payload_as_it_came():
             return self
         payload = codec.decode(bytes(self.payload))
         return msgspec.structs.replace(self, message=msgspec.structs.replace(self.message, payload=payload))
+
+    def _payload_as_it_came(self) -> bool:
+        try:
+            return codec.encode(self.message.payload) == bytes(self.payload or b"")
+        except PayloadInvalid:  # the handler put something into it that is no JSON
+            return False

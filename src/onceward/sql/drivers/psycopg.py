@@ -180,7 +180,11 @@ class PsycopgDriver:
             # Once directly: a pool would try for a long time, and hide why it cannot.
             await (await psycopg.AsyncConnection.connect(self._conninfo or "")).close()
             pool: AsyncConnectionPool[Any] = AsyncConnectionPool(self._conninfo or "", open=False, **options)
-            await pool.open(wait=True)
+            try:
+                await pool.open(wait=True)
+            except BaseException:
+                await pool.close()
+                raise
         except (psycopg.Error, PoolTimeout, OSError) as error:
             raise StoreUnavailable(f"cannot connect to PostgreSQL: {error or type(error).__name__}") from error
         return pool
@@ -213,7 +217,11 @@ class PsycopgDriver:
 async def _acquire(pool: Any, wait: float) -> Any:
     connection = await pool.getconn(timeout=wait)
     connection.onceward_autocommit = connection.autocommit
-    await connection.set_autocommit(True)
+    try:
+        await connection.set_autocommit(True)
+    except BaseException:
+        await pool.putconn(connection)
+        raise
     return connection
 
 
