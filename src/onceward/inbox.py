@@ -6,30 +6,27 @@ it, and settles it by the decision table of docs/guarantees.md. If it returns, a
 
 from __future__ import annotations
 
-import hashlib
-import os
-import socket
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import msgspec
 
-from onceward import codec, events, keys, tenants
+from onceward import events, keys, lanes, tenants
 from onceward.errors import (
     HandlerNotFound,
     InboxClosed,
     InvalidMessage,
     NotDead,
-    PayloadTooLarge,
     RecordNotFound,
-    Reject,
     UsageError,
 )
 from onceward.handlers import F, Handler, Router, handler_of
 from onceward.idempotent import Idempotent
 from onceward.identity import Identity
+from onceward.intake import Intake, Unhandled
 from onceward.keys import KeyLike
+from onceward.lanes import LaneLike
 from onceward.message import Message, check_text
 from onceward.outcome import Kind, Outcome, raised
 from onceward.record import Record, State
@@ -44,7 +41,6 @@ Tx = TypeVar("Tx")
 R = TypeVar("R")
 
 OnMismatch = Literal["report", "raise"]
-Unhandled = Literal["raise", "ignore", "dead"]
 
 MAX_PAYLOAD = 16 * 1024 * 1024
 
@@ -62,6 +58,7 @@ class Inbox(Generic[Tx]):
         consumer: str,
         handlers: Iterable[Router] = (),
         key: KeyLike | None = None,
+        lane: LaneLike | None = None,
         tenant: TenantLike | None = None,
         retry: RetryPolicy | None = None,
         retention: timedelta = timedelta(days=30),
@@ -84,20 +81,24 @@ class Inbox(Generic[Tx]):
         self._router = Router()
         for router in handlers:
             self._router.include(router)
-        self._key = keys.of(key)
-        self._tenant = tenants.of(tenant)
-        self._has_tenants = tenant is not None
-        self._retry = retry
+        self._intake = Intake(
+            consumer=consumer,
+            router=self._router,
+            key=keys.of(key),
+            lane=lanes.of(lane),
+            tenant=tenants.of(tenant),
+            has_tenants=tenant is not None,
+            retry=retry,
+            unhandled=unhandled,
+            raise_on_mismatch=on_mismatch == "raise",
+            record_duration=record_duration,
+            max_payload=max_payload,
+            seen_before=seen_before,
+            fingerprint=fingerprint,
+        )
         self._retention = retention
-        self._on_mismatch = on_mismatch
-        self._unhandled = unhandled
-        self._seen_before = seen_before
-        self._fingerprint = fingerprint
-        self._record_duration = record_duration
-        self._max_payload = max_payload
         self._bus = events.Bus(tuple(listeners))
         self._settler = Settler(store, wait=wait, on_begin=on_begin, cache=cache)
-        self._host = f"{socket.gethostname()}:{os.getpid()}"
         self._open = False
         self._opening = LoopLock()
 
@@ -239,105 +240,25 @@ class Inbox(Generic[Tx]):
         """
         if not isinstance(message, Message):
             raise UsageError(f"process takes a Message, not {type(message).__name__}")
-        known = self._handler(message, handler)
+        known = self._intake.handler_for(message, handler)
         if known is None:
             self._bus.emit(events.Ignored(consumer=self.consumer, type=message.type, message_id=message.id))
             return Outcome(Kind.IGNORED)
         work = self._work(message, known, key=key, retry=retry, origin=origin, redelivered=redelivered)
         return raised(await self._settle(work))
 
-    def _handler(self, message: Message[Any], given: Callable[..., Any] | None) -> Handler | None:
-        """The one given, with the key and retries that are registered for the type; else the registered one."""
-        registered = self._router.find(message.type)
-        if given is None:
-            return registered or self._for_unhandled(message)
-        if registered is None:
-            return handler_of(given)
-        return handler_of(given, key=registered.key, retry=registered.retry)
-
-    def _for_unhandled(self, message: Message[Any]) -> Handler | None:
-        if self._unhandled == "ignore":
-            return None
-        text = f"no handler is registered for {message.type!r}"
-        if self._unhandled == "raise":
-            raise HandlerNotFound(
-                f"{text}. Register one with @inbox.handler({message.type!r}), or set unhandled= to "
-                '"ignore" or "dead" on the inbox.',
-                type=message.type,
-            )
-
-        async def unhandled(_message: Message[Any]) -> None:
-            raise Reject(text)
-
-        return handler_of(unhandled)
-
-    def _work(
-        self,
-        message: Message[Any],
-        handler: Handler,
-        *,
-        key: KeyLike | None = None,
-        retry: RetryPolicy | None = None,
-        origin: str | None = None,
-        redelivered: bool = False,
-        raise_on_mismatch: bool | None = None,
-        replayed: bool = False,
-        identity: Identity | None = None,
-    ) -> Work:
+    def _work(self, message: Message[Any], handler: Handler, **known: Any) -> Work:
         try:
-            identity = identity or self.identity_of(message, key=key or handler.key)
-            payload = None if message.payload is None else codec.encode(message.payload)
-            headers = codec.encode(dict(message.headers), "headers") if message.headers else None
-            payload_hash = self._payload_hash(message, payload)
+            return self._intake.work(message, handler, **known)
         except InvalidMessage as error:
             self._bus.emit(
                 events.Refused(consumer=self.consumer, type=message.type, message_id=message.id, error=error)
             )
             raise
-        if self._has_tenants and message.tenant != identity.tenant:
-            # What the strategy found is the message's tenant, for on_begin and for the handler too.
-            message = msgspec.structs.replace(message, tenant=identity.tenant)
-        return Work(
-            message=message,
-            identity=identity,
-            handler=handler,
-            payload_hash=payload_hash,
-            payload=None if payload is None else msgspec.Raw(payload),
-            headers=None if headers is None else msgspec.Raw(headers),
-            retry=retry or handler.retry or self._retry,
-            origin=None if origin is None else codec.printable(str(origin)),
-            redelivered=redelivered,
-            host=self._host,
-            raise_on_mismatch=self._on_mismatch == "raise" if raise_on_mismatch is None else raise_on_mismatch,
-            record_duration=self._record_duration,
-            seen_before=self._seen_before,
-            replayed=replayed,
-        )
 
     def identity_of(self, message: Message[Any], *, key: KeyLike | None = None) -> Identity:
         """The identity of a message: by `key`, by its registered handler's key, or by the inbox's."""
-        registered = self._router.find(message.type)
-        strategy = keys.of(key) if key else (registered.key if registered and registered.key else self._key)
-        return Identity(self.consumer, self._tenant(message), strategy.scope(message), keys.check(strategy(message)))
-
-    def _payload_hash(self, message: Message[Any], payload: bytes | None) -> bytes:
-        """Of what makes two payloads the same: the fingerprint, else the bytes as they came, else sorted JSON."""
-        data = message.body if message.body is not None else payload or b"null"
-        size = max(len(data), len(payload or b""))
-        if size > self._max_payload:
-            raise self._too_large(size)
-        if self._fingerprint is not None:
-            seen = self._fingerprint(message)
-            data = seen if isinstance(seen, bytes) else codec.encode(seen, "fingerprint")
-        return hashlib.sha256(data).digest()
-
-    def _too_large(self, size: int) -> PayloadTooLarge:
-        return PayloadTooLarge(
-            f"the payload has {size} bytes, {self._max_payload} are allowed. Send a reference to it, or raise "
-            "max_payload= on the inbox.",
-            size=size,
-            limit=self._max_payload,
-        )
+        return self._intake.identity_of(message, key)
 
     async def _settle(self, work: Work) -> Outcome[Any]:
         """Settle it, and tell those who listen what happened."""

@@ -23,6 +23,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     identity: Identity
     handler: Handler
     payload_hash: bytes
+    lane: str | None = None
     payload: msgspec.Raw | None = None
     """The payload and headers as JSON, from before the handler could change them."""
     headers: msgspec.Raw | None = None
