@@ -56,6 +56,10 @@ class Lab(ABC):
         """What a handler says through its tx. Parameters are $1, $2 in their order."""
         return await run_sql(tx, sql, *params)
 
+    def savepoint(self, tx: Any) -> Any:
+        """A block of the handler's that can be undone alone."""
+        return tx.transaction()
+
     def second_connection(self, store: Any) -> Any:
         """A connection of the store's own pool, taken as a user would."""
         raise NotImplementedError

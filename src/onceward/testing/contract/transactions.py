@@ -41,10 +41,10 @@ class TransactionContract:
         async def careful(message: Message[Any], tx: Any) -> None:
             await lab.write(tx, "kept")
             with contextlib.suppress(RuntimeError):
-                async with tx.transaction():
+                async with lab.savepoint(tx):
                     await lab.write(tx, "undone")
                     raise RuntimeError
-            async with tx.transaction(), tx.transaction():
+            async with lab.savepoint(tx), lab.savepoint(tx):
                 await lab.write(tx, "nested")
 
         assert (await (await lab.inbox()).process(lab.message(), careful)).processed
@@ -54,7 +54,7 @@ class TransactionContract:
         async def careful(message: Message[Any], tx: Any) -> None:
             await lab.write(tx, "kept")
             with pytest.raises(Exception, match="no_such_table"):
-                async with tx.transaction():
+                async with lab.savepoint(tx):
                     await lab.run(tx, "INSERT INTO no_such_table VALUES (1)")
 
         assert (await (await lab.inbox()).process(lab.message(), careful)).processed
@@ -69,7 +69,7 @@ class TransactionContract:
 
             async def one() -> None:
                 try:
-                    async with tx.transaction():
+                    async with lab.savepoint(tx):
                         await lab.write(tx, "one")
                         one_began.set()
                         await two_began.wait()
@@ -81,7 +81,7 @@ class TransactionContract:
 
             async def two() -> None:
                 await one_began.wait()
-                async with tx.transaction():
+                async with lab.savepoint(tx):
                     await lab.write(tx, "two")
                     two_began.set()
                     await one_failed.wait()
