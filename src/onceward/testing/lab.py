@@ -24,6 +24,8 @@ class Lab(ABC):
     """For child processes: `Inbox.connect(url)` must reach the same database."""
     multiple_statements = False
     """A handler can send several statements at once, as in "COMMIT; BEGIN"."""
+    tasks_share_tx = True
+    """Several tasks of a handler may use tx at the same time; SQLAlchemy's sessions are for one task only."""
     network = False
     """The database is behind a connection that can be cut: `store_behind(port)` and `address` work."""
     address: tuple[str, int] = ("127.0.0.1", 0)

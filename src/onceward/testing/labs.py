@@ -117,6 +117,7 @@ class SqlAlchemyPostgresLab(PostgresLab):
     """The same database through SQLAlchemy, on asyncpg or psycopg."""
 
     multiple_statements = False
+    tasks_share_tx = False
 
     def __init__(self, dsn: str, driver: str) -> None:
         super().__init__(dsn)
@@ -152,6 +153,8 @@ class SqlAlchemyPostgresLab(PostgresLab):
 
 class AiosqliteLab(SqliteLab):
     """A file through SQLAlchemy and aiosqlite."""
+
+    tasks_share_tx = False
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
+from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
@@ -29,9 +30,10 @@ _writing: ContextVar[AsyncEngine | None] = ContextVar("onceward_aiosqlite_writin
 class AiosqliteSession:
     """BEGIN IMMEDIATE on the connection, and a savepoint in it, by which we know our transaction again."""
 
-    def __init__(self, raw: Any, path: str, *, read_only: bool) -> None:
+    def __init__(self, raw: Any, path: str, *, wait: float, read_only: bool) -> None:
         self._raw = raw
         self._path = path
+        self._wait = wait
         self._read_only = read_only
         self._savepoint = ""
         self.lost = False
@@ -43,7 +45,13 @@ class AiosqliteSession:
     async def begin(self, first: Statement | None = None) -> Result:
         if not self._read_only:
             self._savepoint = f"onceward_{token_hex(8)}"
-            await self._send("BEGIN IMMEDIATE")
+            # Another process is waited for in the thread, as long as we are asked to and not as the engine is set.
+            (patience,) = await (await self._send("PRAGMA busy_timeout")).fetchone()
+            await self._send(f"PRAGMA busy_timeout = {int(self._wait * 1000)}")
+            try:
+                await self._send("BEGIN IMMEDIATE")
+            finally:
+                await finish(self._raw.execute(f"PRAGMA busy_timeout = {patience}"))
             await self._send(f"SAVEPOINT {self._savepoint}")
         return await self.execute(first) if first is not None else Result((), 0)
 
@@ -84,12 +92,13 @@ class AiosqliteSession:
         self._savepoint = ""
 
     async def rollback(self) -> None:
-        self._savepoint = ""
-        if self._raw.in_transaction:
+        """In the order of the thread: a BEGIN that was cancelled while it waited is undone when it has ended."""
+        if self._savepoint:
+            self._savepoint = ""
             await finish(self._rollback())
 
     async def _rollback(self) -> None:
-        with suppress(sqlite3.Error):
+        with suppress(sqlite3.Error, ValueError):  # ValueError: the connection is closed
             await self._raw.rollback()
 
     def is_conflict(self, error: BaseException) -> bool:  # noqa: ARG002
@@ -97,8 +106,8 @@ class AiosqliteSession:
 
 
 class SqlAlchemySqliteSession(OrmTransaction, AiosqliteSession):
-    def __init__(self, borrowed: Borrowed, make_session: MakeSession, path: str, *, read_only: bool) -> None:
-        AiosqliteSession.__init__(self, borrowed.raw, path, read_only=read_only)
+    def __init__(self, borrowed: Borrowed, make_session: MakeSession, path: str, **options: Any) -> None:
+        AiosqliteSession.__init__(self, borrowed.raw, path, **options)
         self.connection = borrowed.connection
         self.make_session = make_session
 
@@ -145,6 +154,9 @@ class SqlAlchemySqliteDriver:
 
     async def open(self) -> None:
         self._engine = self._given or create_async_engine(self._url or "", **self._options)
+        folder = Path(self._path).parent
+        if self._path != ":memory:" and not folder.is_dir():
+            raise StoreUnavailable(f"{self._path} cannot be used: there is no folder {folder}")
         self.watch.attach(self._engine)
 
     async def close(self) -> None:
@@ -168,7 +180,7 @@ class SqlAlchemySqliteDriver:
                 raise TryLater(reason="store_busy", text=text) from error
             except (sqlite3.Error, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
                 raise StoreUnavailable(f"{self._path} cannot be used: {error}") from error
-            session = SqlAlchemySqliteSession(borrowed, self._make_session, self._path, read_only=read_only)
+            session = SqlAlchemySqliteSession(borrowed, self._make_session, self._path, wait=wait, read_only=read_only)
             try:
                 yield session
             finally:

@@ -93,6 +93,7 @@ class Borrowed:
     def __init__(self, connection: AsyncConnection, raw: Any) -> None:
         self.connection = connection
         self.raw = raw
+        self.pool = connection.engine.sync_engine.pool
 
     @property
     def gone(self) -> bool:
@@ -111,9 +112,11 @@ async def acquire(engine: AsyncEngine, wait: float) -> Borrowed:
         raise
 
 
-async def release(_engine: AsyncEngine, borrowed: Borrowed) -> None:
+async def release(engine: AsyncEngine, borrowed: Borrowed) -> None:
     try:
-        if borrowed.gone:
+        if (
+            borrowed.gone or engine.sync_engine.pool is not borrowed.pool
+        ):  # disposed of: only we close it
             await borrowed.connection.invalidate()
         await borrowed.connection.close()
     except Exception:  # noqa: BLE001 - a connection that died on its way back says nothing about the message
@@ -186,7 +189,7 @@ def _session_class(driver: str) -> Any:
     else:
         raise UsageError(f"SqlAlchemyStore knows the drivers asyncpg, psycopg and aiosqlite, not {driver}")
 
-    class SqlAlchemySession(OrmTransaction, Below):  # type: ignore[misc]
+    class SqlAlchemySession(OrmTransaction, Below):
         def __init__(self, borrowed: Borrowed, make_session: MakeSession) -> None:
             Below.__init__(self, borrowed.raw)
             self.connection = borrowed.connection
