@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import msgspec
 
-from onceward import events, keys, lanes, tenants
+from onceward import events, keys, lanes, tenants, upkeep
 from onceward.errors import (
     HandlerNotFound,
     InboxClosed,
@@ -30,6 +30,7 @@ from onceward.lanes import LaneLike
 from onceward.message import Message, check_text
 from onceward.outcome import Kind, Outcome, raised
 from onceward.record import Record, State
+from onceward.retention import check_retention
 from onceward.retry import RetryPolicy
 from onceward.settle import Settler
 from onceward.shield import LoopLock
@@ -96,7 +97,7 @@ class Inbox(Generic[Tx]):
             seen_before=seen_before,
             fingerprint=fingerprint,
         )
-        self._retention = retention
+        self._retention = check_retention(retention)
         self._bus = events.Bus(tuple(listeners))
         self._settler = Settler(store, wait=wait, on_begin=on_begin, cache=cache)
         self._open = False
@@ -150,9 +151,10 @@ class Inbox(Generic[Tx]):
         payload: Any = None,
         key: KeyLike | None = None,
         retry: RetryPolicy | None = None,
+        retention: timedelta | None = None,
     ) -> Callable[[F], F]:
         """Register a function for a message type with the inbox's own router."""
-        return self._router.handler(type, payload=payload, key=key, retry=retry)
+        return self._router.handler(type, payload=payload, key=key, retry=retry, retention=retention)
 
     def idempotent(
         self,
@@ -160,6 +162,7 @@ class Inbox(Generic[Tx]):
         key: str | tuple[str, ...] | Callable[..., str],
         name: str | None = None,
         retry: RetryPolicy | None = None,
+        retention: timedelta | None = None,
         on_mismatch: OnMismatch = "raise",
     ) -> Callable[[Callable[..., Awaitable[R]]], Callable[..., Awaitable[R]]]:
         """Make an async function run once per key; it returns the result, the first run's for a repeated call.
@@ -170,11 +173,11 @@ class Inbox(Generic[Tx]):
         """
         _one_of("on_mismatch", on_mismatch, ("report", "raise"))
         settings = Idempotent(key=key, name=name)
+        known = {"retry": retry, "retention": retention, "raise_on_mismatch": on_mismatch == "raise"}
 
         def decorate(function: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]]:
             async def run(message: Message[Any], handler: Handler) -> Any:
-                work = self._work(message, handler, retry=retry, raise_on_mismatch=on_mismatch == "raise")
-                outcome = raised(await self._settle(work))
+                outcome = raised(await self._settle(self._work(message, handler, **known)))
                 if outcome.kind is Kind.DEAD and outcome.error is not None:
                     raise outcome.error
                 return outcome.result
@@ -193,6 +196,7 @@ class Inbox(Generic[Tx]):
         *,
         key: KeyLike | None = ...,
         retry: RetryPolicy | None = ...,
+        retention: timedelta | None = ...,
         origin: str | None = ...,
         redelivered: bool = ...,
     ) -> Outcome[R]: ...
@@ -205,6 +209,7 @@ class Inbox(Generic[Tx]):
         *,
         key: KeyLike | None = ...,
         retry: RetryPolicy | None = ...,
+        retention: timedelta | None = ...,
         origin: str | None = ...,
         redelivered: bool = ...,
     ) -> Outcome[R]: ...
@@ -217,6 +222,7 @@ class Inbox(Generic[Tx]):
         *,
         key: KeyLike | None = ...,
         retry: RetryPolicy | None = ...,
+        retention: timedelta | None = ...,
         origin: str | None = ...,
         redelivered: bool = ...,
     ) -> Outcome[Any]: ...
@@ -228,6 +234,7 @@ class Inbox(Generic[Tx]):
         *,
         key: KeyLike | None = None,
         retry: RetryPolicy | None = None,
+        retention: timedelta | None = None,
         origin: str | None = None,
         redelivered: bool = False,
     ) -> Outcome[Any]:
@@ -237,6 +244,7 @@ class Inbox(Generic[Tx]):
         message; without it the registered handler of the message's type runs. `redelivered` is what the broker
         says; with a retry policy such a delivery is counted before it runs, so that a message that kills its
         process ends as a dead letter. `origin` is kept for people: topic/partition/offset, queue and tag.
+        `retention` keeps this record for so long after it is processed, whatever the inbox's own says.
         """
         if not isinstance(message, Message):
             raise UsageError(f"process takes a Message, not {type(message).__name__}")
@@ -244,7 +252,9 @@ class Inbox(Generic[Tx]):
         if known is None:
             self._bus.emit(events.Ignored(consumer=self.consumer, type=message.type, message_id=message.id))
             return Outcome(Kind.IGNORED)
-        work = self._work(message, known, key=key, retry=retry, origin=origin, redelivered=redelivered)
+        work = self._work(
+            message, known, key=key, retry=retry, retention=retention, origin=origin, redelivered=redelivered
+        )
         return raised(await self._settle(work))
 
     def _work(self, message: Message[Any], handler: Handler, **known: Any) -> Work:
@@ -312,25 +322,20 @@ class Inbox(Generic[Tx]):
             if not await unit.discard(record.identity):
                 raise NotDead("the record has changed meanwhile; look again", state=record.state.value)
 
-    async def cleanup(self, older_than: timedelta | None = None, *, batch: int = 1000) -> int:
+    async def cleanup(
+        self, older_than: timedelta | None = None, *, batch: int = 1000, progress: upkeep.Progress | None = None
+    ) -> int:
         """Delete the records of what was processed longer ago than `older_than` (default: the inbox's retention).
 
-        In small transactions that nobody waits for; what is not processed is never touched. A message whose record is
-        gone is new when it comes again, so keep records longer than your broker can deliver again. The number deleted;
-        while another instance cleans up the same consumer, this one leaves it to that.
+        Records that came with a retention of their own go when their time has come, and no earlier. In small
+        transactions that nobody waits for; what is not processed is never touched. A message whose record is gone is
+        new when it comes again, so keep records longer than your broker can deliver again. The number deleted, told
+        to `progress` meanwhile; while another instance cleans up the same consumer, this one leaves it to that.
         """
         if not self._open:
             raise InboxClosed
-        older = (self._retention if older_than is None else older_than).total_seconds()
-        if older < 0 or batch < 1:
-            raise UsageError("cleanup takes a time that is not negative, and batches of at least one")
-        total = 0
-        while True:
-            async with self.store.unit() as unit:
-                deleted = await unit.sweep(self.consumer, older, batch)
-            total += deleted or 0
-            if deleted is None or deleted < batch:
-                return total
+        older_than = self._retention if older_than is None else older_than
+        return await upkeep.sweep(self.store, self.consumer, older_than, batch, progress)
 
     async def _dead_letter(self, message: Message[Any] | Identity) -> Record:
         record = await self.get_record(message)

@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from typing import Any, Literal
 
 import msgspec
@@ -17,6 +18,7 @@ from onceward.identity import Identity
 from onceward.keys import Key, KeyLike
 from onceward.lanes import Lane
 from onceward.message import Message
+from onceward.retention import check_retention
 from onceward.retry import RetryPolicy
 from onceward.work import Work
 
@@ -51,7 +53,7 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
             return registered or self._for_unhandled(message)
         if registered is None:
             return handler_of(given)
-        return handler_of(given, key=registered.key, retry=registered.retry)
+        return handler_of(given, key=registered.key, retry=registered.retry, retention=registered.retention)
 
     def _for_unhandled(self, message: Message[Any]) -> Handler | None:
         if self.unhandled == "ignore":
@@ -76,6 +78,7 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
         *,
         key: KeyLike | None = None,
         retry: RetryPolicy | None = None,
+        retention: timedelta | None = None,
         origin: str | None = None,
         redelivered: bool = False,
         raise_on_mismatch: bool | None = None,
@@ -99,6 +102,7 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
             payload=None if payload is None else msgspec.Raw(payload),
             headers=None if headers is None else msgspec.Raw(headers),
             retry=retry or handler.retry or self.retry,
+            retention=handler.retention if retention is None else check_retention(retention),
             origin=None if origin is None else codec.printable(str(origin)),
             redelivered=redelivered,
             host=self.host,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
+from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -46,6 +47,24 @@ class Found(msgspec.Struct, frozen=True):
 
     record: Record
     now: datetime
+
+
+class Sweepable(StrEnum):
+    """Why a processed record may go."""
+
+    EXPIRED = "expired"  # it had a time of its own, which has come
+    OLD = "old"  # it had none, and is older than what is kept
+
+
+class SweptBatch(msgspec.Struct, frozen=True):
+    """One batch of a sweep."""
+
+    seen: int
+    """How many were found: fewer than asked for, and there are no more."""
+    deleted: int
+    """Less than seen when a delivery had some of them in its hands."""
+    last: tuple[Any, Any] | None = None
+    """Where the next batch begins. Only the store knows what it means."""
 
 
 class InFlight(Exception):
@@ -113,8 +132,16 @@ class Unit(Protocol[Tx_co]):
     async def bury(self, record: Record, failure: Failure, *, over: tuple[State, ...]) -> Record | None:
         """Make it a dead letter without counting an attempt, if it is new or in one of the states `over`."""
 
-    async def sweep(self, consumer: str, older: float, batch: int) -> int | None:
-        """Delete a batch of processed records older than so many seconds. None: another sweeper is at it."""
+    async def sweep(
+        self, consumer: str, what: Sweepable, older: float, *, batch: int, after: tuple[Any, Any] | None = None
+    ) -> SweptBatch | None:
+        """Delete a batch of processed records: expired, or older than so many seconds. None: another one sweeps."""
+
+    async def sweepable(self, consumer: str, older: float) -> int:
+        """How many processed records are expired, or without a time of their own and older than so many seconds."""
+
+    async def now(self) -> datetime:
+        """The time by the clock of the database."""
 
     async def discard(self, identity: Identity) -> bool:
         """DEAD -> DISCARDED."""

@@ -8,12 +8,12 @@
 -- name: claim
 INSERT INTO onceward_records (
     identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts,
-    payload_hash, handler, host, processed_at, occurred_at, stream, position)
+    payload_hash, handler, host, processed_at, occurred_at, expires_at, stream, position)
 SELECT
     :identity::text::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
     :source::text, :topic::text, :origin::text, 'processed', 1,
-    :payload_hash::bytea, :handler::text, :host::text, now(), :occurred_at::timestamptz, :stream::text,
-    :position::bigint
+    :payload_hash::bytea, :handler::text, :host::text, now(), :occurred_at::timestamptz,
+    now() + :keep_ms::bigint * interval '1 millisecond', :stream::text, :position::bigint
 WHERE pg_try_advisory_xact_lock(:lock::bigint)
 ON CONFLICT (identity) DO NOTHING
 
@@ -36,7 +36,8 @@ LIMIT 1
 UPDATE onceward_records
 SET state = 'processed', attempts = attempts + 1, started = greatest(0, started - :unmark::int), processed_at = now(),
     payload = NULL, body = NULL, headers = NULL, payload_hash = :payload_hash::bytea, next_try_at = NULL,
-    origin = :origin::text, handler = :handler::text, host = :host::text
+    origin = :origin::text, handler = :handler::text, host = :host::text,
+    expires_at = now() + :keep_ms::bigint * interval '1 millisecond'
 WHERE identity = :identity::text::uuid
   AND state = :was_state::text AND attempts = :was_attempts::int AND started = :was_started::int
   AND pg_try_advisory_xact_lock(:lock::bigint)
@@ -94,7 +95,7 @@ SET state = excluded.state, attempts = onceward_records.attempts + :counted::int
     errors = jsonb_path_query_array(coalesce(onceward_records.errors, '[]'), '$[last - 8 to last]') || excluded.errors,
     payload = excluded.payload, body = excluded.body, headers = excluded.headers,
     payload_hash = excluded.payload_hash, origin = excluded.origin, handler = excluded.handler,
-    host = excluded.host, duration_ms = excluded.duration_ms, processed_at = NULL,
+    host = excluded.host, duration_ms = excluded.duration_ms, processed_at = NULL, expires_at = NULL,
     next_try_at = excluded.next_try_at
 WHERE onceward_records.state = ANY (string_to_array(:from_states::text, ','))
 RETURNING
@@ -111,14 +112,54 @@ WHERE identity = :identity::text::uuid AND state = 'dead' AND pg_try_advisory_xa
 -- name: sweep_lock
 SELECT 1 WHERE pg_try_advisory_xact_lock(:lock::bigint)
 
--- Only processed records, the oldest first, and none that a transaction holds: traffic never waits for this.
--- name: sweep
-DELETE FROM onceward_records WHERE identity IN (
-    SELECT identity FROM onceward_records
-    WHERE consumer = :consumer::text AND state = 'processed'
-      AND processed_at < clock_timestamp() - :older::float8 * interval '1 second'
+-- A batch of processed records, the oldest first, and none that a transaction holds. The advisory locks are those of
+-- the identities: a delivery of one of them finds it locked, reads the record and goes on; nobody waits for this.
+-- A sweep goes on where its last batch ended: what was deleted is still in the index until a vacuum.
+-- name: sweep_expired
+WITH found AS MATERIALIZED (
+    SELECT identity, expires_at AS moment FROM onceward_records
+    WHERE consumer = :consumer::text AND state = 'processed' AND expires_at < now()
+      AND (expires_at, identity) > (coalesce(:after::timestamptz, '-infinity'),
+                                  coalesce(:after_identity::text::uuid, '00000000-0000-0000-0000-000000000000'))
+    ORDER BY expires_at, identity LIMIT :batch::int
+    FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM onceward_records AS old USING found
+    WHERE old.identity = found.identity
+      AND pg_try_advisory_xact_lock(('x' || left(replace(found.identity::text, '-', ''), 16))::bit(64)::bigint)
+    RETURNING old.identity
+)
+SELECT found.identity::text AS identity, found.moment, (gone.identity IS NOT NULL)::int AS deleted
+FROM found LEFT JOIN gone USING (identity)
+
+-- name: sweep_old
+WITH found AS MATERIALIZED (
+    SELECT identity, processed_at AS moment FROM onceward_records
+    WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NULL
+      AND processed_at < now() - :older::float8 * interval '1 second'
+      AND (processed_at, identity) > (coalesce(:after::timestamptz, '-infinity'),
+                                  coalesce(:after_identity::text::uuid, '00000000-0000-0000-0000-000000000000'))
     ORDER BY processed_at, identity LIMIT :batch::int
-    FOR UPDATE SKIP LOCKED)
+    FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM onceward_records AS old USING found
+    WHERE old.identity = found.identity
+      AND pg_try_advisory_xact_lock(('x' || left(replace(found.identity::text, '-', ''), 16))::bit(64)::bigint)
+    RETURNING old.identity
+)
+SELECT found.identity::text AS identity, found.moment, (gone.identity IS NOT NULL)::int AS deleted
+FROM found LEFT JOIN gone USING (identity)
+
+-- name: sweep_count
+SELECT
+    (SELECT count(*) FROM onceward_records
+     WHERE consumer = :consumer::text AND state = 'processed' AND expires_at < now())
+    + (SELECT count(*) FROM onceward_records
+       WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NULL
+         AND processed_at < now() - :older::float8 * interval '1 second') AS records
+
+-- name: now
+SELECT clock_timestamp() AS now
 
 -- name: schema_version
 SELECT coalesce(max(version), 0) AS version FROM onceward_schema

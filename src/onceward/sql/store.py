@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
-from onceward.sql import verbs
+from onceward.sql import upkeep, verbs
 from onceward.sql.dialect import DIALECTS, migrations, quoted
 from onceward.sql.driver import Driver, Session
 from onceward.sql.plan import Plan, inlined, run
-from onceward.store import Begin, Features, Found
+from onceward.store import Begin, Features, Found, Sweepable, SweptBatch
 
 Tx = TypeVar("Tx")
 T = TypeVar("T")
@@ -177,8 +178,16 @@ class SqlUnit(Generic[Tx]):
     async def bury(self, record: Record, failure: Failure, *, over: tuple[State, ...]) -> Record | None:
         return await self._alone(verbs.fail(self._dialect, record, failure, state=State.DEAD, over=over, counted=False))
 
-    async def sweep(self, consumer: str, older: float, batch: int) -> int | None:
-        return await self._alone(verbs.sweep(self._dialect, consumer, older, batch))
+    async def sweep(
+        self, consumer: str, what: Sweepable, older: float, *, batch: int, after: tuple[Any, Any] | None = None
+    ) -> SweptBatch | None:
+        return await self._alone(upkeep.sweep(self._dialect, consumer, what, older, batch=batch, after=after))
+
+    async def sweepable(self, consumer: str, older: float) -> int:
+        return await self._alone(upkeep.sweepable(self._dialect, consumer, older))
+
+    async def now(self) -> datetime:
+        return await self._alone(upkeep.now(self._dialect))
 
     async def discard(self, identity: Identity) -> bool:
         return await self._alone(verbs.discard(self._dialect, identity))

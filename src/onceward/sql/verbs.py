@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
 
 from onceward import codec
 from onceward.errors import HandlerEndedTransaction, SchemaMissing, SchemaOutdated, SchemaTooNew
-from onceward.identity import Identity, digest
+from onceward.identity import Identity
 from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.sql.dialect import Dialect, Migration, migrations
@@ -108,16 +108,6 @@ def discard(dialect: Dialect, identity: Identity) -> Plan[bool]:
     return discarded.changed == 1
 
 
-def sweep(dialect: Dialect, consumer: str, older: float, batch: int) -> Plan[int | None]:
-    """Delete one batch of what was processed more than `older` seconds ago. None: another sweeper is at it."""
-    lock = int.from_bytes(digest("onceward sweep", consumer)[:8], "big", signed=True)
-    locked = yield dialect("sweep_lock", {"lock": lock})
-    if not locked.rows:
-        return None
-    swept = yield dialect("sweep", {"consumer": consumer, "older": round(older, 3), "batch": batch})
-    return swept.changed
-
-
 def version(dialect: Dialect) -> Plan[int]:
     result = yield dialect("schema_version")
     found: int = result.rows[0]["version"]
@@ -200,6 +190,7 @@ def _params(dialect: Dialect, record: Record) -> dict[str, Any]:
         "host": record.host,
         "duration_ms": record.duration_ms,
         "occurred_at": None if record.occurred_at is None else dialect.moment(record.occurred_at),
+        "keep_ms": None if record.retention is None else round(record.retention / timedelta(milliseconds=1)),
         "stream": record.stream,
         "position": record.position,
         "depends_on": _json(record.depends_on or None),
