@@ -161,6 +161,10 @@ SELECT
 -- name: now
 SELECT clock_timestamp() AS now
 
+-- Which database this is.
+-- name: schema_token
+SELECT token FROM onceward_schema WHERE version = 1
+
 -- name: schema_version
 SELECT coalesce(max(version), 0) AS version FROM onceward_schema
 

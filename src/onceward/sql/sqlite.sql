@@ -126,6 +126,10 @@ SELECT
 -- name: now
 SELECT strftime('%Y-%m-%dT%H:%M:%fZ', 'now') AS now
 
+-- Which database this is.
+-- name: schema_token
+SELECT token FROM onceward_schema WHERE version = 1
+
 -- name: schema_version
 SELECT coalesce(max(version), 0) AS version FROM onceward_schema
 

@@ -91,7 +91,7 @@ class Borrowed:
     """A connection of the engine's pool, and the driver's connection below it."""
 
     def __init__(self, connection: AsyncConnection, raw: Any) -> None:
-        self.connection = connection
+        self.connection = self.joinable = connection
         self.raw = raw
         self.pool = connection.engine.sync_engine.pool
 
@@ -114,9 +114,7 @@ async def acquire(engine: AsyncEngine, wait: float) -> Borrowed:
 
 async def release(engine: AsyncEngine, borrowed: Borrowed) -> None:
     try:
-        if (
-            borrowed.gone or engine.sync_engine.pool is not borrowed.pool
-        ):  # disposed of: only we close it
+        if borrowed.gone or engine.sync_engine.pool is not borrowed.pool:  # disposed of: only we close it
             await borrowed.connection.invalidate()
         await borrowed.connection.close()
     except Exception:  # noqa: BLE001 - a connection that died on its way back says nothing about the message
