@@ -138,7 +138,7 @@ SELECT 1 FROM sqlite_master WHERE name = 'onceward_schema'
 
 -- name: schema_table
 CREATE TABLE IF NOT EXISTS onceward_schema (
-    version INTEGER PRIMARY KEY, name TEXT NOT NULL,
+    version INTEGER NOT NULL PRIMARY KEY, name TEXT NOT NULL,
     applied_at TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%fZ', 'now')))
 
 -- name: schema_applied
