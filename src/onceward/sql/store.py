@@ -15,6 +15,7 @@ from onceward.sql import upkeep, verbs
 from onceward.sql.dialect import DIALECTS, migrations, quoted
 from onceward.sql.driver import Driver, Session
 from onceward.sql.plan import Plan, inlined, run
+from onceward.stats import Stats
 from onceward.store import Begin, Features, Found, Sweepable, SweptBatch
 
 Tx = TypeVar("Tx")
@@ -188,6 +189,17 @@ class SqlUnit(Generic[Tx]):
 
     async def now(self) -> datetime:
         return await self._alone(upkeep.now(self._dialect))
+
+    async def consumers(self) -> list[str]:
+        return await self._alone(upkeep.consumers(self._dialect))
+
+    async def stats(self, consumer: str) -> Stats:
+        return await self._alone(upkeep.stats(self._dialect, consumer))
+
+    async def records(
+        self, consumer: str, states: tuple[State, ...], *, older: float | None, limit: int
+    ) -> list[Record]:
+        return await self._alone(upkeep.records(self._dialect, consumer, states, older=older, limit=limit))
 
     async def discard(self, identity: Identity) -> bool:
         return await self._alone(verbs.discard(self._dialect, identity))

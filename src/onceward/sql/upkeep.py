@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from onceward.identity import digest
+from onceward.record import Record, State
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan
-from onceward.sql.verbs import moment_of
+from onceward.sql.verbs import moment_of, record_of
+from onceward.stats import Part, Stats, stats_of
 from onceward.store import Sweepable, SweptBatch
+
+NEVER = datetime.max.replace(tzinfo=UTC)
 
 
 def sweep_lock(consumer: str) -> int:
@@ -42,3 +47,35 @@ def sweepable(dialect: Dialect, consumer: str, older: float) -> Plan[int]:
 def now(dialect: Dialect) -> Plan[datetime]:
     result = yield dialect("now")
     return moment_of(result.rows[0]["now"])
+
+
+def consumers(dialect: Dialect) -> Plan[list[str]]:
+    result = yield dialect("consumers")
+    return [row["consumer"] for row in result.rows]
+
+
+def stats(dialect: Dialect, consumer: str) -> Plan[Stats]:
+    result = yield dialect("stats", {"consumer": consumer})
+    return stats_of(consumer, (_part(row) for row in result.rows))
+
+
+def _part(row: Mapping[str, Any]) -> Part:
+    oldest = None if row["oldest"] is None else moment_of(row["oldest"])
+    return Part(State(row["state"]), row["records"], row["last_day"], row["last_hour"], oldest)
+
+
+def records(
+    dialect: Dialect, consumer: str, states: tuple[State, ...], *, older: float | None, limit: int
+) -> Plan[list[Record]]:
+    """The oldest first. Processed and other records are in different indexes, and have different times."""
+    params = {"consumer": consumer, "older": None if older is None else round(older, 3), "limit": limit}
+    found: list[Record] = []
+    if State.PROCESSED in states:
+        for kept in ("records_processed", "records_expiring"):
+            result = yield dialect(kept, params)
+            found += map(record_of, result.rows)
+    others = [state for state in states if state is not State.PROCESSED]
+    if others:
+        result = yield dialect("records_unfinished", params | {"states": ",".join(others)})
+        found += map(record_of, result.rows)
+    return sorted(found, key=lambda record: record.processed_at or record.received_at or NEVER)[:limit]
