@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -31,8 +31,7 @@ class Upkeep(msgspec.Struct, frozen=True):
     async def cleanup(self, older_than: timedelta | None, *, batch: int, progress: Progress | None) -> int:
         """Delete what is expired, then what is old, in small transactions, and tell how it went."""
         older = self._seconds(older_than)
-        if not 1 <= batch <= MAX_BATCH:
-            raise UsageError(f"batch={batch}: a batch is from 1 to {MAX_BATCH} records")
+        check_batch(batch)
         began, total = perf_counter(), 0
 
         def count(deleted: int) -> None:
@@ -50,6 +49,16 @@ class Upkeep(msgspec.Struct, frozen=True):
         finally:  # a sweep that is cancelled is none that failed: it got as far as this
             self._tell(failed, total, (perf_counter() - began) * 1000)
         return total
+
+    async def now(self) -> datetime:
+        """The database's time, for the janitor. When it cannot be asked, there will be no sweep either."""
+        began = perf_counter()
+        try:
+            async with self.store.unit(read_only=True) as unit:
+                return await unit.now()
+        except Exception as error:
+            self._tell(error, 0, (perf_counter() - began) * 1000)
+            raise
 
     def _tell(self, failed: Exception | None, deleted: int, spent: float) -> None:
         if failed is None:
@@ -88,6 +97,12 @@ class Upkeep(msgspec.Struct, frozen=True):
 
     def _seconds(self, older_than: timedelta | None) -> float:
         return (self.retention if older_than is None else check_age(older_than)).total_seconds()
+
+
+def check_batch(batch: int) -> int:
+    if not 1 <= batch <= MAX_BATCH:
+        raise UsageError(f"batch={batch}: a batch is from 1 to {MAX_BATCH} records")
+    return batch
 
 
 def _state(given: State) -> State:
