@@ -11,7 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 import asyncpg
 import pytest
 
-from onceward.testing import PostgresLab, PsycopgLab, SqliteLab
+from onceward.testing import AiosqliteLab, PostgresLab, PsycopgLab, SqlAlchemyPostgresLab, SqliteLab
 from tests.services import postgres
 
 _numbers = count(1)
@@ -65,6 +65,30 @@ async def psycopg_lab(postgres_dsn: str) -> AsyncIterator[PsycopgLab]:
 @pytest.fixture
 async def sqlite_lab(tmp_path: Path) -> AsyncIterator[SqliteLab]:
     lab = SqliteLab(tmp_path / "test.db")
+    await lab.set_up()
+    async with lab.stack:
+        yield lab
+
+
+@pytest.fixture
+async def sqlalchemy_asyncpg_lab(postgres_dsn: str) -> AsyncIterator[SqlAlchemyPostgresLab]:
+    lab = SqlAlchemyPostgresLab(postgres_dsn, "asyncpg")
+    await lab.set_up()
+    async with lab.stack:
+        yield lab
+
+
+@pytest.fixture
+async def sqlalchemy_psycopg_lab(postgres_dsn: str) -> AsyncIterator[SqlAlchemyPostgresLab]:
+    lab = SqlAlchemyPostgresLab(postgres_dsn, "psycopg")
+    await lab.set_up()
+    async with lab.stack:
+        yield lab
+
+
+@pytest.fixture
+async def aiosqlite_lab(tmp_path: Path) -> AsyncIterator[AiosqliteLab]:
+    lab = AiosqliteLab(tmp_path / "test.db")
     await lab.set_up()
     async with lab.stack:
         yield lab

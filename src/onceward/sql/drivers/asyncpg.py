@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import asyncpg
 
-from onceward.errors import StoreUnavailable, TryLater, UsageError
-from onceward.sql import dialect
+from onceward.errors import StoreUnavailable, UsageError
 from onceward.sql.drivers.asyncpg_guard import GuardedConnection, acquire, put_on, release, take_off
 from onceward.sql.drivers.pool_watch import PoolWatch
-from onceward.sql.drivers.postgresql import LOCATE, Guard, PostgresSession, count
+from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
 from onceward.sql.plan import Result, Statement, gives_rows, numbered
-from onceward.store import Features
 
 
 class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
@@ -61,9 +57,7 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
         self._connection.terminate()
 
 
-class AsyncpgDriver:
-    features = Features(guards_pool=True, errors_abort=True)
-
+class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
     def __init__(
         self,
         *,
@@ -75,36 +69,9 @@ class AsyncpgDriver:
     ) -> None:
         if (dsn is None) == (pool is None):
             raise UsageError("AsyncpgStore takes either dsn= or pool=")
-        self.schema = schema
-        self.dialect = dialect.postgresql(schema)
+        super().__init__(pool, schema, PoolWatch(second_connection, put_on, take_off, acquire, release))
         self._dsn = dsn
         self._options = pool_options
-        self._given = pool
-        self._pool: asyncpg.Pool | None = None
-        self.watch = PoolWatch(second_connection, put_on, take_off, acquire, release)
-
-    @property
-    def pool(self) -> asyncpg.Pool:
-        if self._pool is None:
-            raise StoreUnavailable("the store is not open")
-        return self._pool
-
-    async def open(self) -> None:
-        if self._given is not None:
-            self._pool = self._given
-        else:
-            self._pool = await self._create_pool()
-        self.watch.attach(self._pool)
-        self.dialect = dialect.postgresql(self.schema)
-        if self.schema is None:
-            await self._locate()
-
-    async def _locate(self) -> None:
-        """Name the schema of our tables from now on, so that a handler may set another search path."""
-        async with self.session(wait=30.0) as session:
-            found = await session.execute(LOCATE)
-        if found.rows:
-            self.dialect = dialect.postgresql(found.rows[0]["schema"])
 
     async def _create_pool(self) -> asyncpg.Pool:
         try:
@@ -112,30 +79,12 @@ class AsyncpgDriver:
         except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, ValueError) as error:
             raise StoreUnavailable(f"cannot connect to PostgreSQL: {error or type(error).__name__}") from error
 
-    async def close(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool is None:
-            return
-        self.watch.detach(pool)
-        if self._given is None:
-            try:
-                await asyncio.wait_for(pool.close(), 10.0)
-            except TimeoutError:
-                pool.terminate()
+    async def _close_pool(self, pool: asyncpg.Pool) -> None:
+        try:
+            await asyncio.wait_for(pool.close(), 10.0)
+        except TimeoutError:
+            pool.terminate()
 
-    @asynccontextmanager
-    async def session(self, *, wait: float, read_only: bool = False) -> AsyncIterator[AsyncpgSession]:  # noqa: ARG002
-        async with AsyncExitStack() as stack:
-            try:
-                proxy = await stack.enter_async_context(self.watch.connection(self.pool, wait))
-            except TimeoutError as error:
-                text = f"waited {wait:g} s for a connection: all of the pool are in use, or PostgreSQL does not answer"
-                raise TryLater(reason="store_busy", text=text) from error
-            except Exception as error:
-                raise AsyncpgSession.translated(error, lost=True) from error
-            # The pool's proxy forgets its connection when that is lost; we still want to ask it.
-            session = AsyncpgSession(proxy._con)  # noqa: SLF001
-            try:
-                yield session
-            finally:
-                await session.rollback()
+    def _session(self, connection: Any) -> AsyncpgSession:
+        # The pool's proxy forgets its connection when that is lost; we still want to ask it.
+        return AsyncpgSession(connection._con)  # noqa: SLF001

@@ -27,6 +27,8 @@ class Hold(msgspec.Struct):
     """That this task, or the task that started it, holds a connection of a pool for a unit of work."""
 
     pool: Any
+    connection: Any = None
+    """What the unit holds; where that is an SQLAlchemy connection, sessions can join it."""
     active: bool = True
 
 
@@ -37,6 +39,17 @@ _watches: dict[int, PoolWatch] = {}
 def noticed(pool: Any, timeout: float | None) -> float | None:
     """Called by a watched pool on every acquire. Gives the timeout to use: inside a handler there always is one."""
     return _watches[id(pool)].noticed(pool, timeout)
+
+
+def held_connection(pool: Any) -> Any:
+    """The SQLAlchemy connection that this task's handler has, if it is one of this pool (of an engine)."""
+    hold = _hold.get()
+    if hold is None or not hold.active or current_or_none() is None:
+        return None
+    engine = getattr(hold.pool, "sync_engine", None)
+    if engine is None or engine.pool is not pool:
+        return None
+    return hold.connection.connection
 
 
 class PoolWatch:
@@ -78,7 +91,7 @@ class PoolWatch:
             connection = await self._acquire(pool, max(wait, 0.05))
         finally:
             _hold.reset(before)
-        hold = Hold(pool)
+        hold = Hold(pool, connection)
         token = _hold.set(hold)
         try:
             yield connection

@@ -10,21 +10,27 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from secrets import token_hex
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from onceward.errors import (
     CommitNotApplied,
     CommitUnknown,
     HandlerEndedTransaction,
+    OncewardError,
     SchemaMissing,
     StoreReadOnly,
     StoreUnavailable,
+    TryLater,
     UsageError,
 )
 from onceward.shield import finish
+from onceward.sql import dialect
+from onceward.sql.drivers.pool_watch import PoolWatch
 from onceward.sql.plan import Result, Statement, gives_rows, inlined
+from onceward.store import Features
 
 Tx = TypeVar("Tx")
 
@@ -267,6 +273,81 @@ class PostgresSession(ABC, Generic[Tx]):
 
     @abstractmethod
     def _terminate(self) -> None: ...
+
+
+class PostgresDriver(ABC, Generic[Tx]):
+    """A pool of ours or of the user's, and sessions on its connections. Drivers fill in the primitives at the end."""
+
+    features = Features(guards_pool=True, errors_abort=True)
+
+    def __init__(self, given: Any, schema: str | None, watch: PoolWatch) -> None:
+        self.schema = schema
+        self.dialect = dialect.postgresql(schema)
+        self.watch = watch
+        self._given = given
+        self._pool: Any = None
+
+    @property
+    def pool(self) -> Any:
+        if self._pool is None:
+            raise StoreUnavailable("the store is not open")
+        return self._pool
+
+    async def open(self) -> None:
+        self._pool = self._given if self._given is not None else await self._create_pool()
+        self.watch.attach(self._pool)
+        self.dialect = dialect.postgresql(self.schema)
+        if self.schema is None:
+            await self._locate()
+
+    async def _locate(self) -> None:
+        """Name the schema of our tables from now on, so that a handler may set another search path."""
+        async with self.session(wait=30.0) as session:
+            found = await session.execute(LOCATE)
+        if found.rows:
+            self.dialect = dialect.postgresql(found.rows[0]["schema"])
+
+    async def close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
+        self.watch.detach(pool)
+        if self._given is None:
+            await self._close_pool(pool)
+
+    @asynccontextmanager
+    async def session(self, *, wait: float, read_only: bool = False) -> AsyncIterator[PostgresSession[Tx]]:  # noqa: ARG002
+        async with AsyncExitStack() as stack:
+            try:
+                connection = await stack.enter_async_context(self.watch.connection(self.pool, wait))
+            except self.timeouts as error:
+                text = f"waited {wait:g} s for a connection: all of the pool are in use, or PostgreSQL does not answer"
+                raise TryLater(reason="store_busy", text=text) from error
+            except OncewardError:
+                raise
+            except Exception as error:
+                raise PostgresSession.translated(error, lost=True) from error
+            session = self._session(connection)
+            try:
+                yield session
+            finally:
+                await session.rollback()
+
+    # --- primitives of the driver -----------------------------------------------------------------------------
+
+    timeouts: tuple[type[Exception], ...] = (TimeoutError,)
+    """What the pool raises when no connection is free in time."""
+
+    @abstractmethod
+    async def _create_pool(self) -> Any:
+        """StoreUnavailable when the server is not there."""
+
+    @abstractmethod
+    async def _close_pool(self, pool: Any) -> None: ...
+
+    @abstractmethod
+    def _session(self, connection: Any) -> PostgresSession[Tx]:
+        """Around what the watch has acquired."""
 
 
 def count(tag: str) -> int:

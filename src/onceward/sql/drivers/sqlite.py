@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -162,13 +162,8 @@ class SqliteSession:
         return Result(rows, len(rows) if cursor.description else cursor.rowcount)
 
     async def script(self, sql: str) -> None:
-        """Not executescript, which would commit first."""
-        pending = ""
-        for line in sql.splitlines(keepends=True):
-            pending += line
-            if sqlite3.complete_statement(pending):
-                self._raw(pending)
-                pending = ""
+        for statement in statements_of(sql):
+            self._raw(statement)
 
     def _raw(self, sql: str, params: Any = ()) -> sqlite3.Cursor:
         if self._writer.closed:
@@ -179,7 +174,7 @@ class SqliteSession:
             return self._writer.connection.execute(sql, params)
         except sqlite3.Error as error:
             self._look_alive()
-            _raise(error, self._writer.path)
+            raise_for(error, self._writer.path)
 
     async def ended(self) -> bool:
         return self._ended
@@ -229,7 +224,17 @@ class SqliteSession:
         return isinstance(error, Conflict)
 
 
-def _raise(error: sqlite3.Error, path: str) -> NoReturn:
+def statements_of(sql: str) -> Iterator[str]:
+    """One by one: executescript would commit first."""
+    pending = ""
+    for line in sql.splitlines(keepends=True):
+        pending += line
+        if sqlite3.complete_statement(pending):
+            yield pending
+            pending = ""
+
+
+def raise_for(error: sqlite3.Error, path: str) -> NoReturn:
     if "no such table: onceward_" in str(error):
         raise SchemaMissing from error
     raise_translated(error, path)
@@ -252,7 +257,7 @@ class SqliteReadSession:
         try:
             rows = self._connection.execute(statement.sql, statement.params).fetchall()
         except sqlite3.Error as error:
-            _raise(error, self._path)
+            raise_for(error, self._path)
         return Result(rows, len(rows))
 
     async def script(self, _sql: str) -> None:
