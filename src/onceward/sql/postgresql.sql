@@ -235,3 +235,23 @@ INSERT INTO onceward_schema (version, name) VALUES (:version::int, :name::text)
 -- One migration at a time, whoever starts; the number is the first 8 bytes of sha256('onceward_schema').
 -- name: schema_lock
 SELECT pg_advisory_xact_lock(x'c60b09ae02fc7685'::bigint)
+
+-- name: schema_versions
+SELECT version FROM onceward_schema
+
+-- name: record_columns
+SELECT attname::text AS name FROM pg_attribute
+WHERE attrelid = to_regclass('onceward_records') AND attnum > 0 AND NOT attisdropped
+
+-- name: token_exists
+SELECT 1 FROM pg_attribute
+WHERE attrelid = to_regclass('onceward_schema') AND attname = 'token' AND NOT attisdropped
+
+-- name: token_column
+ALTER TABLE onceward_schema ADD COLUMN token text NOT NULL DEFAULT gen_random_uuid()::text
+
+-- name: token_filled
+UPDATE onceward_schema SET token = gen_random_uuid()::text WHERE token IS NULL
+
+-- name: function_missing
+SELECT 1 WHERE to_regprocedure('onceward_id(text, text, text, text)') IS NULL

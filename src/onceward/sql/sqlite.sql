@@ -185,3 +185,22 @@ INSERT INTO onceward_schema (version, name) VALUES (:version, :name)
 -- BEGIN IMMEDIATE already holds the write lock.
 -- name: schema_lock
 SELECT 1
+
+-- name: schema_versions
+SELECT version FROM onceward_schema
+
+-- name: record_columns
+SELECT name FROM pragma_table_info('onceward_records')
+
+-- name: token_exists
+SELECT 1 FROM pragma_table_info('onceward_schema') WHERE name = 'token'
+
+-- name: token_column
+ALTER TABLE onceward_schema ADD COLUMN token TEXT
+
+-- name: token_filled
+UPDATE onceward_schema SET token = lower(hex(randomblob(16))) WHERE token IS NULL
+
+-- SQLite has no functions of its own.
+-- name: function_missing
+SELECT 1 WHERE false

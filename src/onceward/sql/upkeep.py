@@ -1,4 +1,4 @@
-"""Upkeep as plans: sweeping what is old, and looking at what is there."""
+"""Upkeep as plans: sweeping what is old, looking at what is there, stamping what somebody else made."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from onceward.identity import digest
+from onceward.errors import SchemaMissing
+from onceward.identity import Identity, digest
 from onceward.record import Record, State
-from onceward.sql.dialect import Dialect
+from onceward.sql.dialect import Dialect, migrations
 from onceward.sql.plan import Plan
-from onceward.sql.verbs import moment_of, record_of
+from onceward.sql.verbs import migrated, moment_of, record_of
 from onceward.stats import Part, Stats, stats_of
 from onceward.store import Sweepable, SweptBatch
 
@@ -79,3 +80,46 @@ def records(
         result = yield dialect("records_unfinished", params | {"states": ",".join(others)})
         found += map(record_of, result.rows)
     return sorted(found, key=lambda record: record.processed_at or record.received_at or NEVER)[:limit]
+
+
+# --- stamping -------------------------------------------------------------------------------------------------
+
+COLUMNS = frozenset(Record.__struct_fields__) - {"retention"} | frozenset(Identity.__struct_fields__)
+"""Of the table onceward_records."""
+
+
+def stamp(dialect: Dialect) -> Plan[str | None]:
+    """Say that tables which somebody else made are of the newest version. The SQL that is still to be run, if any."""
+    yield dialect("schema_lock")
+    exists = yield dialect("schema_exists")
+    if not exists.rows:
+        yield dialect("schema_table")
+    columns = yield dialect("record_columns")
+    _check_columns({row["name"] for row in columns.rows})
+    token = yield dialect("token_exists")
+    if not token.rows:
+        yield dialect("token_column")
+    applied = yield dialect("schema_versions")
+    versions = {row["version"] for row in applied.rows}
+    for migration in migrations(dialect.name):
+        if migration.version not in versions:
+            yield from migrated(dialect, migration)
+    yield dialect("token_filled")
+    function = yield dialect("function_missing")
+    return _function(dialect) if function.rows else None
+
+
+def _check_columns(found: set[str]) -> None:
+    if not found:
+        raise SchemaMissing("there is no table onceward_records. Make it with your migrations first, then stamp it.")
+    missing = COLUMNS - found
+    if missing:
+        raise SchemaMissing(
+            f"onceward_records is not whole, it lacks {', '.join(sorted(missing))}. Compare it with `onceward schema`."
+        )
+
+
+def _function(dialect: Dialect) -> str:
+    """The function of the first migration, in its own words."""
+    text = migrations(dialect.name)[0].sql
+    return text[text.index("CREATE FUNCTION onceward_id") :]

@@ -114,9 +114,7 @@ async def acquire(engine: AsyncEngine, wait: float) -> Borrowed:
 
 async def release(engine: AsyncEngine, borrowed: Borrowed) -> None:
     try:
-        if (
-            borrowed.gone or engine.sync_engine.pool is not borrowed.pool
-        ):  # disposed of: only we close it
+        if borrowed.gone or engine.sync_engine.pool is not borrowed.pool:  # disposed of: only we close it
             await borrowed.connection.invalidate()
         await borrowed.connection.close()
     except Exception:  # noqa: BLE001 - a connection that died on its way back says nothing about the message
