@@ -23,8 +23,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from onceward import Inbox, Message, MissingDriver, PayloadMismatch, Reject, RetryPolicy, TryLater, UsageError, events
 from onceward.errors import InvalidMessage, StoreUnavailable
 from onceward.events import Deferred, Ignored, Processed
-from onceward.observe import prometheus
-from onceward.observe.prometheus import BUCKETS, MAX_REASONS, PrometheusMetrics
+from onceward.observe.prometheus import PrometheusMetrics
+from onceward.observe.series import BUCKETS, COUNTERS, MAX_REASONS
 from onceward.testing import Lab, PostgresLab, SqliteLab
 from onceward.testing.lab import Gate
 
@@ -83,7 +83,7 @@ def counted(registry: CollectorRegistry, type_: str = "order.paid") -> dict[str,
         re.sub(r"^consumer_inbox_|_total$", "", sample.name): sample.value
         for family in registry.collect()
         for sample in family.samples
-        if sample.name.endswith("_total") and sample.labels["event_type"] == type_ and sample.value
+        if sample.name.endswith("_total") and sample.labels.get("event_type") == type_ and sample.value
     }
 
 
@@ -306,8 +306,8 @@ def test_a_long_type_is_cut(meters: Meters) -> None:
 def test_the_series_of_a_type_start_at_zero_together(meters: Meters) -> None:
     """`a / (a + b)` has no answer in PromQL while one of the two does not exist."""
     meters.listener(processed("order.paid"))
-    assert {name: meters.value(f"{name}_total") for name in prometheus._COUNTERS} == {
-        name: float(name == "processed") for name in prometheus._COUNTERS
+    assert {name: meters.value(f"{name}_total") for name in COUNTERS} == {
+        name: float(name == "processed") for name in COUNTERS
     }
 
 

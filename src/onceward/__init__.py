@@ -49,10 +49,12 @@ from onceward.errors import (
 from onceward.handlers import Router
 from onceward.identity import Identity
 from onceward.inbox import Inbox
+from onceward.janitor import Janitor
 from onceward.message import Message, Position, stream_of
 from onceward.outcome import Kind, Outcome, Verdict, outcome_of, verdict_of
 from onceward.record import Failure, Record, State
 from onceward.retry import RetryPolicy
+from onceward.stats import Stats
 
 __version__ = "0.1.0"
 
@@ -71,6 +73,7 @@ __all__ = [
     "InboxClosed",
     "InvalidHandler",
     "InvalidMessage",
+    "Janitor",
     "KeyInvalid",
     "KeyMissing",
     "Kind",
@@ -97,6 +100,7 @@ __all__ = [
     "SchemaTooNew",
     "SecondConnection",
     "State",
+    "Stats",
     "StoreError",
     "StoreReadOnly",
     "StoreUnavailable",

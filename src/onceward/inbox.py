@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import msgspec
 
-from onceward import events, keys, lanes, tenants, upkeep
+from onceward import events, keys, lanes, tenants
 from onceward.claim import Claim
 from onceward.errors import (
     AlreadyProcessed,
@@ -37,8 +37,11 @@ from onceward.retention import check_retention
 from onceward.retry import RetryPolicy
 from onceward.settle import Settler
 from onceward.shield import LoopLock
+from onceward.stats import Stats
 from onceward.store import Store
 from onceward.tenants import TenantLike
+from onceward.upkeep import Progress, Upkeep
+from onceward.watch import watched
 from onceward.work import Work
 
 Tx = TypeVar("Tx")
@@ -380,13 +383,9 @@ class Inbox(Generic[Tx]):
         """Settle it, and tell those who listen what happened."""
         if not self._open:
             raise InboxClosed
-        try:
-            outcome = await self._settler.settle(work)
-        except Exception as error:
-            self._bus.emit(events.of_error(self.consumer, work.message, work.identity, error))
-            raise
-        self._bus.emit(events.of_outcome(self.consumer, work.message, work.identity, outcome))
-        return outcome
+        if not self._bus.active:
+            return await self._settler.settle(work)
+        return await watched(self._bus, self.consumer, work, self._settler.settle)
 
     # --- records --------------------------------------------------------------------------------------------
 
@@ -430,7 +429,7 @@ class Inbox(Generic[Tx]):
                 raise NotDead("the record has changed meanwhile; look again", state=record.state.value)
 
     async def cleanup(
-        self, older_than: timedelta | None = None, *, batch: int = 1000, progress: upkeep.Progress | None = None
+        self, older_than: timedelta | None = None, *, batch: int = 1000, progress: Progress | None = None
     ) -> int:
         """Delete the records of what was processed longer ago than `older_than` (default: the inbox's retention).
 
@@ -439,10 +438,29 @@ class Inbox(Generic[Tx]):
         new when it comes again, so keep records longer than your broker can deliver again. The number deleted, told
         to `progress` meanwhile; while another instance cleans up the same consumer, this one leaves it to that.
         """
+        return await self._upkeep().cleanup(older_than, batch=batch, progress=progress)
+
+    async def sweepable(self, older_than: timedelta | None = None) -> int:
+        """How many records `cleanup` would delete now."""
+        return await self._upkeep().sweepable(older_than)
+
+    async def stats(self) -> Stats:
+        """How many records this consumer has, by state and age. It reads an index; see docs/metrics.md for the cost."""
+        return await self._upkeep().stats()
+
+    async def records(self, *states: State, older_than: timedelta | None = None, limit: int = 100) -> list[Record]:
+        """Records of this consumer, the oldest first: in any state, or in those given.
+
+        Dead letters are `records(State.DEAD)`; what is stuck is `records(State.RUNNING, State.FAILED,
+        older_than=timedelta(minutes=5))`. As `stats` and `cleanup` it is about the whole consumer, so `on_begin` is
+        not called: with row-level security it sees what the role may see.
+        """
+        return await self._upkeep().records(*states, older_than=older_than, limit=limit)
+
+    def _upkeep(self) -> Upkeep:
         if not self._open:
             raise InboxClosed
-        older_than = self._retention if older_than is None else older_than
-        return await upkeep.sweep(self.store, self.consumer, older_than, batch, progress)
+        return Upkeep(self.store, self.consumer, self._retention, self._bus)
 
     async def _dead_letter(self, message: Message[Any] | Identity) -> Record:
         record = await self.get_record(message)

@@ -22,6 +22,7 @@ import msgspec
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.record import Failure, Record, State
+from onceward.stats import Stats
 
 Tx = TypeVar("Tx")
 Tx_co = TypeVar("Tx_co", covariant=True)
@@ -146,6 +147,17 @@ class Unit(Protocol[Tx_co]):
 
     async def now(self) -> datetime:
         """The time by the clock of the database."""
+
+    async def consumers(self) -> list[str]:
+        """The names of all consumers that have records."""
+
+    async def stats(self, consumer: str) -> Stats:
+        """How many records the consumer has, by state and age."""
+
+    async def records(
+        self, consumer: str, states: tuple[State, ...], *, older: float | None, limit: int
+    ) -> list[Record]:
+        """The oldest records in these states, older than so many seconds."""
 
     async def discard(self, identity: Identity) -> bool:
         """DEAD -> DISCARDED."""

@@ -158,6 +158,63 @@ SELECT
        WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NULL
          AND processed_at < now() - :older::float8 * interval '1 second') AS records
 
+-- The time of a record is when it was processed, or else received. Each part is in an index of its own.
+-- name: stats
+SELECT 'processed' AS state, count(*) AS records,
+    count(*) FILTER (WHERE processed_at > now() - interval '1 day') AS last_day,
+    count(*) FILTER (WHERE processed_at > now() - interval '1 hour') AS last_hour,
+    min(processed_at) AS oldest
+FROM onceward_records WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NULL
+UNION ALL
+SELECT 'processed' AS state, count(*) AS records,
+    count(*) FILTER (WHERE processed_at > now() - interval '1 day') AS last_day,
+    count(*) FILTER (WHERE processed_at > now() - interval '1 hour') AS last_hour,
+    min(processed_at) AS oldest
+FROM onceward_records WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NOT NULL
+UNION ALL
+SELECT state AS state, count(*) AS records,
+    count(*) FILTER (WHERE received_at > now() - interval '1 day') AS last_day,
+    count(*) FILTER (WHERE received_at > now() - interval '1 hour') AS last_hour,
+    min(received_at) AS oldest
+FROM onceward_records WHERE consumer = :consumer::text AND state <> 'processed'
+GROUP BY state
+
+-- name: consumers
+SELECT DISTINCT consumer FROM onceward_records ORDER BY consumer
+
+-- name: records_unfinished
+SELECT
+    consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
+    errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
+    received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
+    depends_on::text, received_position, processed_position
+FROM onceward_records
+WHERE consumer = :consumer::text AND state <> 'processed' AND state = ANY (string_to_array(:states::text, ','))
+  AND received_at <= coalesce(now() - :older::float8 * interval '1 second', 'infinity')
+ORDER BY received_at, identity LIMIT :limit::int
+
+-- name: records_processed
+SELECT
+    consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
+    errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
+    received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
+    depends_on::text, received_position, processed_position
+FROM onceward_records
+WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NULL
+  AND processed_at <= coalesce(now() - :older::float8 * interval '1 second', 'infinity')
+ORDER BY processed_at, identity LIMIT :limit::int
+
+-- name: records_expiring
+SELECT
+    consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
+    errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
+    received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
+    depends_on::text, received_position, processed_position
+FROM onceward_records
+WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NOT NULL
+  AND processed_at <= coalesce(now() - :older::float8 * interval '1 second', 'infinity')
+ORDER BY processed_at, identity LIMIT :limit::int
+
 -- name: now
 SELECT clock_timestamp() AS now
 
@@ -182,3 +239,23 @@ INSERT INTO onceward_schema (version, name) VALUES (:version::int, :name::text)
 -- One migration at a time, whoever starts; the number is the first 8 bytes of sha256('onceward_schema').
 -- name: schema_lock
 SELECT pg_advisory_xact_lock(x'c60b09ae02fc7685'::bigint)
+
+-- name: schema_versions
+SELECT version FROM onceward_schema
+
+-- name: record_columns
+SELECT attname::text AS name FROM pg_attribute
+WHERE attrelid = to_regclass('onceward_records') AND attnum > 0 AND NOT attisdropped
+
+-- name: token_exists
+SELECT 1 FROM pg_attribute
+WHERE attrelid = to_regclass('onceward_schema') AND attname = 'token' AND NOT attisdropped
+
+-- name: token_column
+ALTER TABLE onceward_schema ADD COLUMN token text NOT NULL DEFAULT gen_random_uuid()::text
+
+-- name: token_filled
+UPDATE onceward_schema SET token = gen_random_uuid()::text WHERE token IS NULL
+
+-- name: function_missing
+SELECT 1 WHERE to_regprocedure('onceward_id(text, text, text, text)') IS NULL

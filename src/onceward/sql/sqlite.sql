@@ -123,6 +123,48 @@ SELECT
        WHERE consumer = :consumer AND state = 'processed' AND expires_at IS NULL
          AND processed_at < strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-' || :older || ' seconds')) AS records
 
+-- The time of a record is when it was processed, or else received. Each part is in an index of its own.
+-- name: stats
+SELECT 'processed' AS state, count(*) AS records,
+    count(*) FILTER (WHERE processed_at > strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-1 day')) AS last_day,
+    count(*) FILTER (WHERE processed_at > strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-1 hour')) AS last_hour,
+    min(processed_at) AS oldest
+FROM onceward_records WHERE consumer = :consumer AND state = 'processed' AND expires_at IS NULL
+UNION ALL
+SELECT 'processed' AS state, count(*) AS records,
+    count(*) FILTER (WHERE processed_at > strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-1 day')) AS last_day,
+    count(*) FILTER (WHERE processed_at > strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-1 hour')) AS last_hour,
+    min(processed_at) AS oldest
+FROM onceward_records WHERE consumer = :consumer AND state = 'processed' AND expires_at IS NOT NULL
+UNION ALL
+SELECT state AS state, count(*) AS records,
+    count(*) FILTER (WHERE received_at > strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-1 day')) AS last_day,
+    count(*) FILTER (WHERE received_at > strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-1 hour')) AS last_hour,
+    min(received_at) AS oldest
+FROM onceward_records WHERE consumer = :consumer AND state <> 'processed'
+GROUP BY state
+
+-- name: consumers
+SELECT DISTINCT consumer FROM onceward_records ORDER BY consumer
+
+-- name: records_unfinished
+SELECT * FROM onceward_records
+WHERE consumer = :consumer AND state <> 'processed' AND instr(',' || :states || ',', ',' || state || ',')
+  AND received_at <= coalesce(strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-' || :older || ' seconds'), 'until')
+ORDER BY received_at, identity LIMIT :limit
+
+-- name: records_processed
+SELECT * FROM onceward_records
+WHERE consumer = :consumer AND state = 'processed' AND expires_at IS NULL
+  AND processed_at <= coalesce(strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-' || :older || ' seconds'), 'until')
+ORDER BY processed_at, identity LIMIT :limit
+
+-- name: records_expiring
+SELECT * FROM onceward_records
+WHERE consumer = :consumer AND state = 'processed' AND expires_at IS NOT NULL
+  AND processed_at <= coalesce(strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-' || :older || ' seconds'), 'until')
+ORDER BY processed_at, identity LIMIT :limit
+
 -- name: now
 SELECT strftime('%Y-%m-%dT%H:%M:%fZ', 'now') AS now
 
@@ -147,3 +189,22 @@ INSERT INTO onceward_schema (version, name) VALUES (:version, :name)
 -- BEGIN IMMEDIATE already holds the write lock.
 -- name: schema_lock
 SELECT 1
+
+-- name: schema_versions
+SELECT version FROM onceward_schema
+
+-- name: record_columns
+SELECT name FROM pragma_table_info('onceward_records')
+
+-- name: token_exists
+SELECT 1 FROM pragma_table_info('onceward_schema') WHERE name = 'token'
+
+-- name: token_column
+ALTER TABLE onceward_schema ADD COLUMN token TEXT
+
+-- name: token_filled
+UPDATE onceward_schema SET token = lower(hex(randomblob(16))) WHERE token IS NULL
+
+-- SQLite has no functions of its own.
+-- name: function_missing
+SELECT 1 WHERE false

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any, Generic, TypeVar
@@ -16,6 +16,7 @@ from onceward.sql.dialect import DIALECTS, migrations, quoted
 from onceward.sql.driver import Driver, Session
 from onceward.sql.joined import joined
 from onceward.sql.plan import Plan, inlined, run
+from onceward.stats import Stats
 from onceward.store import Begin, Features, Found, Sweepable, SweptBatch
 
 Tx = TypeVar("Tx")
@@ -61,13 +62,20 @@ class SqlStore(Generic[Tx]):
 
     async def setup(self) -> None:
         """Make or upgrade the tables. Safe with many instances starting at once; the store need not be open."""
+        await self._opened(self._migrate)
+
+    async def stamp(self) -> None:
+        """Mark tables that another migration tool has made as ours, up to date; see `onceward stamp`."""
+        await self._opened(self._stamp)
+
+    async def _opened(self, work: Callable[[], Awaitable[None]]) -> None:
         async with self._opening.of_this_loop():
             if self._users:
-                await self._migrate()
+                await work()
                 return
             try:
                 await self._driver.open()
-                await self._migrate()
+                await work()
             finally:
                 await finish(self._driver.close())
 
@@ -81,6 +89,20 @@ class SqlStore(Generic[Tx]):
                 for migration in await run(verbs.pending_migrations(dialect), session.execute):
                     await session.script(_placed(dialect.schema) + migration.sql)
                     await run(verbs.migrated(dialect, migration), session.execute)
+                await session.commit()
+            finally:
+                await session.rollback()
+
+    async def _stamp(self) -> None:
+        dialect = self._driver.dialect
+        async with self._driver.session(wait=30.0) as session:
+            try:
+                await session.begin()
+                if dialect.schema is not None:
+                    await session.script(_placed(dialect.schema))
+                more = await run(upkeep.stamp(dialect), session.execute)
+                if more is not None:
+                    await session.script(more)
                 await session.commit()
             finally:
                 await session.rollback()
@@ -205,6 +227,17 @@ class SqlUnit(Generic[Tx]):
 
     async def now(self) -> datetime:
         return await self._alone(upkeep.now(self._dialect))
+
+    async def consumers(self) -> list[str]:
+        return await self._alone(upkeep.consumers(self._dialect))
+
+    async def stats(self, consumer: str) -> Stats:
+        return await self._alone(upkeep.stats(self._dialect, consumer))
+
+    async def records(
+        self, consumer: str, states: tuple[State, ...], *, older: float | None, limit: int
+    ) -> list[Record]:
+        return await self._alone(upkeep.records(self._dialect, consumer, states, older=older, limit=limit))
 
     async def discard(self, identity: Identity) -> bool:
         return await self._alone(verbs.discard(self._dialect, identity))
