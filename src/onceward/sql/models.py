@@ -44,14 +44,8 @@ class _Json(TypeDecorator[Any]):
     impl = sa.Text
     cache_ok = True
 
-    def __init__(self, *, binary: bool = False) -> None:
-        super().__init__()
-        self.binary = binary
-
     def load_dialect_impl(self, dialect: sa.Dialect) -> TypeEngine[Any]:
-        if dialect.name != "postgresql":
-            return sa.TEXT()
-        return postgresql.JSONB() if self.binary else postgresql.JSON()
+        return postgresql.JSON() if dialect.name == "postgresql" else sa.TEXT()
 
     def process_result_value(self, value: Any, dialect: sa.Dialect) -> Any:
         return json.loads(value) if isinstance(value, str) and dialect.name != "postgresql" else value
@@ -128,7 +122,7 @@ class InboxRecord(_Base):
     )
     attempts: Mapped[int] = mapped_column(sa.Integer, server_default="0")
     started: Mapped[int] = mapped_column(sa.Integer, server_default="0")
-    errors: Mapped[Any | None] = mapped_column(_Json(binary=True))
+    errors: Mapped[Any | None] = mapped_column(_Json)
     result: Mapped[Any | None] = mapped_column(_Json)
     payload: Mapped[Any | None] = mapped_column(_Json)
     body: Mapped[bytes | None] = mapped_column(sa.LargeBinary)
@@ -191,20 +185,12 @@ def add_tables(metadata: sa.MetaData, *, schema: str | None = None) -> None:
             column.type = _plain(column.type)
 
 
-class _NamedText(sa.Text):
-    """Alembic writes the inner type of a JSON column by its repr, without saying where it comes from."""
-
-    def __repr__(self) -> str:
-        return "sa.Text()"
-
-
 def _plain(kind: TypeEngine[Any]) -> TypeEngine[Any]:
     """Types of SQLAlchemy's own, which a migration script can name without importing anything of ours."""
     if isinstance(kind, _Identity):
         return sa.LargeBinary().with_variant(postgresql.UUID(), "postgresql")
     if isinstance(kind, _Json):
-        made = postgresql.JSONB if kind.binary else postgresql.JSON
-        return sa.Text().with_variant(made(astext_type=_NamedText()), "postgresql")
+        return sa.Text().with_variant(sa.JSON(), "postgresql")
     if isinstance(kind, _Moment):
         return sa.Text().with_variant(postgresql.TIMESTAMP(timezone=True), "postgresql")
     return kind
