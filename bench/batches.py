@@ -149,7 +149,7 @@ def in_batches(name: str, inbox: Inbox[Any], method: str, handler: Any, floors: 
     """`process_many` or `process_bulk`, or the word that this onceward does not have it."""
     process = getattr(inbox, method, None)
     if process is None:
-        return Variant(name, None, missing=f"not available: Inbox has no {method}")
+        return Variant(name, None, missing="not available")
 
     async def step(messages: list[Message[Any]]) -> int:
         return sum(outcome.processed for outcome in await process(messages, handler))
@@ -162,7 +162,7 @@ async def stages(world: World) -> AsyncGenerator[Stage, None]:
         await Inbox(AsyncpgStore(dsn=dsn), consumer=CONSUMER).setup()
         for connections in (1, 16):
             async with AsyncExitStack() as stack:
-                effects = await stack.enter_async_context(postgres.effects_in(dsn))
+                watch = await stack.enter_async_context(postgres.watching(dsn))
                 pool = await stack.enter_async_context(postgres.pool(dsn, connections))
                 store = AsyncpgStore(dsn=dsn, min_size=connections, max_size=connections)
                 inbox = await stack.enter_async_context(Inbox(store, consumer=CONSUMER))
@@ -173,7 +173,8 @@ async def stages(world: World) -> AsyncGenerator[Stage, None]:
                     workers=connections,
                     batch=BATCH,
                     make=new_messages,
-                    effects=effects,
+                    effects=watch.effects,
+                    server_cpu=watch.server_cpu,
                     variants=(
                         Variant("no inbox", no_inbox(pool)),
                         Variant("by hand", hand_written(pool), each[:1]),

@@ -151,7 +151,7 @@ def one_by_one(inbox: Inbox[Any]) -> Step:
 def in_batches(inbox: Inbox[Any], floors: tuple[str, ...]) -> Variant:
     process = getattr(inbox, "process_many", None)
     if process is None:
-        return Variant("process_many", None, missing="not available: Inbox has no process_many")
+        return Variant("process_many", None, missing="not available")
 
     async def step(messages: list[Message[Any]]) -> int:
         return sum(recognised(outcome) for outcome in await process(messages, charge))
@@ -166,7 +166,7 @@ async def stages(world: World) -> AsyncGenerator[Stage, None]:
         known = Known(world.known)
         for connections in (1, 16):
             async with AsyncExitStack() as stack:
-                effects = await stack.enter_async_context(postgres.effects_in(dsn))
+                watch = await stack.enter_async_context(postgres.watching(dsn))
                 pool = await stack.enter_async_context(postgres.pool(dsn, connections))
                 store = AsyncpgStore(dsn=dsn, min_size=connections, max_size=connections)
                 inbox = await stack.enter_async_context(Inbox(store, consumer=CONSUMER, cache=0))
@@ -192,7 +192,8 @@ async def stages(world: World) -> AsyncGenerator[Stage, None]:
                         workers=connections,
                         batch=batch,
                         make=known.make,
-                        effects=effects,
+                        effects=watch.effects,
+                        server_cpu=watch.server_cpu,
                         effects_per_message=0,
                         variants=variants,
                     )

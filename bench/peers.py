@@ -33,7 +33,7 @@ DELIVERIES = 3
 
 # By name, because a package may not be installed.
 NAMES = ("sagaz_", "exactly_once_", "sqlalchemy_inbox", "processed_events")
-MISSING = "not available: pip install -e '.[bench]'"
+MISSING = "not installed"
 
 
 def others() -> dict[str, Flow | None]:
@@ -162,7 +162,7 @@ async def stages(world: World) -> AsyncGenerator[Stage | Facts, None]:
             await installed.set_up(dsn)
         for connections in (1, 16):
             async with AsyncExitStack() as stack:
-                effects = await stack.enter_async_context(postgres.effects_in(dsn))
+                watch = await stack.enter_async_context(postgres.watching(dsn))
                 pool = await stack.enter_async_context(postgres.pool(dsn, connections))
                 floors = ("no inbox", "by hand")
                 variants = [
@@ -180,12 +180,12 @@ async def stages(world: World) -> AsyncGenerator[Stage | Facts, None]:
                     title="PostgreSQL, what others do, one new message at a time",
                     workers=connections,
                     make=new_messages,
-                    effects=effects,
+                    effects=watch.effects,
+                    server_cpu=watch.server_cpu,
                     variants=tuple(variants),
                 )
         rows = [
-            await judged(flow, dsn, world.pairs) if flow else (name, *["not available"] * 4)
-            for name, flow in known.items()
+            await judged(flow, dsn, world.pairs) if flow else (name, *[MISSING] * 4) for name, flow in known.items()
         ]
     yield Facts(
         question="peers",
@@ -193,11 +193,11 @@ async def stages(world: World) -> AsyncGenerator[Stage | Facts, None]:
         columns=(
             "flow",
             f"doubled of {world.pairs}",
-            f"run twice of {world.pairs}",
+            "ran twice",
             f"lost of {world.pairs}",
-            f"stuck of {world.pairs}",
+            "stuck",
         ),
         rows=tuple(rows),
-        note="Doubled, run twice: two consumers got the message at the same moment. Lost: its handler failed once, and "
+        note="Doubled, ran twice: two consumers got the message at the same moment. Lost: its handler failed once, and "
         "the next delivery was acknowledged without an effect. Stuck: it is refused from then on.",
     )

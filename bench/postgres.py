@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count
+from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
@@ -58,21 +59,45 @@ def pool(dsn: str, connections: int) -> asyncpg.Pool:
     return asyncpg.create_pool(dsn, min_size=connections, max_size=connections)
 
 
+class Watch:
+    """A connection beside the variants', to see what they did."""
+
+    def __init__(self, connection: asyncpg.Connection) -> None:
+        self._connection = connection
+
+    async def effects(self) -> int:
+        """Counts the effects and removes them; no message may have two."""
+        row = await self._connection.fetchrow("SELECT count(*), count(DISTINCT message_id) FROM charges")
+        await self._connection.execute("TRUNCATE charges")
+        rows: int
+        rows, messages = row
+        if rows != messages:
+            raise WorkNotDone(f"{rows} effects of {messages} messages: some were doubled")
+        return rows
+
+    async def server_cpu(self) -> float | None:
+        """Seconds that the backends of this database have been running, where the server is on this machine."""
+        rows = await self._connection.fetch(
+            "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+        try:
+            return sum(_nanoseconds(row["pid"]) for row in rows) / 1e9
+        except (OSError, ValueError):
+            return None
+
+
+def _nanoseconds(pid: int) -> int:
+    process = Path("/proc") / str(pid)
+    if "postgres" not in (process / "comm").read_text():
+        raise ValueError("another process has this number here: the server is elsewhere")
+    return int((process / "schedstat").read_text().split()[0])
+
+
 @asynccontextmanager
-async def effects_in(dsn: str) -> AsyncIterator[Callable[[], Awaitable[int]]]:
-    """Counts the effects and removes them; no message may have two."""
+async def watching(dsn: str) -> AsyncIterator[Watch]:
     connection = await asyncpg.connect(dsn)
-
-    async def effects() -> int:
-        row = await connection.fetchrow("SELECT count(*) AS rows, count(DISTINCT message_id) AS messages FROM charges")
-        await connection.execute("TRUNCATE charges")
-        if row["rows"] != row["messages"]:
-            raise WorkNotDone(f"{row['rows']} effects of {row['messages']} messages: some were doubled")
-        found: int = row["rows"]
-        return found
-
     try:
-        yield effects
+        yield Watch(connection)
     finally:
         await connection.close()
 

@@ -77,7 +77,7 @@ def show_stage(console: Console, measured: Measured) -> None:
     """A line for each comparison."""
     table = Table(title=_title(measured), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("variant", no_wrap=True)
-    for name in ("messages/s", "own us", "ratio", "quartiles"):
+    for name in ("messages/s", "own us", "server us", "ratio", "quartiles"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("of")
     for one in measured.figures:
@@ -93,12 +93,13 @@ def _title(measured: Measured) -> str:
 
 def _lines(one: Figure) -> Iterator[tuple[str, ...]]:
     if one.rate is None or one.cpu_us is None:
-        yield (one.name, "-", "-", "-", "-", one.missing)
+        yield (one.name, "-", "-", "-", "-", "-", one.missing)
         return
-    start = (one.name, f"{one.rate.middle:,.0f}", f"{one.cpu_us.middle:,.0f}")
+    server = "" if one.server_us is None else f"{one.server_us.middle:,.0f}"
+    start = (one.name, f"{one.rate.middle:,.0f}", f"{one.cpu_us.middle:,.0f}", server)
     for floor, spread in one.ratios.items():
         yield (*start, f"{spread.middle:.2f}", f"{spread.low:.2f} to {spread.high:.2f}", floor)
-        start = ("", "", "")
+        start = ("", "", "", "")
     if not one.ratios:
         yield start
 
@@ -117,5 +118,5 @@ def show_facts(console: Console, facts: Facts) -> None:
 
 READING = (
     "A ratio is the rate divided by the floor's in the same round: the median of all rounds, and their quartiles. "
-    "Own us: processor time of this process for each message, without the database server's."
+    "Own and server us: processor time for each message, of this process and of the database server."
 )

@@ -49,6 +49,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 1
     batch: int = 1
     effects_per_message: int = 1
+    server_cpu: Callable[[], Awaitable[float | None]] | None = None
+    """Seconds of processor time that the database server has used for us so far; None where it cannot be known."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -64,7 +66,9 @@ class Slice(msgspec.Struct, frozen=True):
     messages: int
     seconds: float
     cpu: float
-    """Seconds of processor time of this process, without the database server's."""
+    """Seconds of processor time of this process."""
+    server_cpu: float | None = None
+    """Of the database server. Processor time suffers less from neighbours than the rate does."""
 
     @property
     def rate(self) -> float:
@@ -73,6 +77,10 @@ class Slice(msgspec.Struct, frozen=True):
     @property
     def cpu_us(self) -> float:
         return self.cpu / self.messages * 1e6
+
+    @property
+    def server_us(self) -> float | None:
+        return None if self.server_cpu is None else self.server_cpu / self.messages * 1e6
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -98,6 +106,8 @@ class Figure(msgspec.Struct, frozen=True):
     """Messages in a second."""
     cpu_us: Spread | None = None
     """Microseconds of this process for each message."""
+    server_us: Spread | None = None
+    """Microseconds of the database server for each message."""
     ratios: dict[str, Spread] = {}
     """By the name of the floor: the rate divided by the floor's in the same round."""
     slices: tuple[Slice, ...] = ()
@@ -159,15 +169,22 @@ async def one_slice(stage: Stage, variant: Variant, size: int, plan: Plan) -> Sl
     messages = stage.make(size)
     steps = iter(list(cut(messages, stage.batch)))
     gc.collect()
+    before = await server_cpu(stage)
     began, cpu = time.perf_counter(), time.process_time()
     async with asyncio.timeout(30 + 20 * plan.seconds):
         said = sum(await asyncio.gather(*(worker(variant.step, steps) for _ in range(stage.workers))))
-    done = Slice(size, time.perf_counter() - began, time.process_time() - cpu)
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    after = await server_cpu(stage)
+    done = Slice(size, seconds, cpu, None if before is None or after is None else after - before)
     found = await stage.effects()
     if (said, found) != (size, size * stage.effects_per_message):
         text = f"{stage.question}, {variant.name}: {size} messages, {said} settled, {found} effects in the database"
         raise WorkNotDone(text)
     return done
+
+
+async def server_cpu(stage: Stage) -> float | None:
+    return None if stage.server_cpu is None else await stage.server_cpu()
 
 
 async def worker(step: Step | None, steps: Iterator[list[Message[Any]]]) -> int:
@@ -188,10 +205,12 @@ def figure(variant: Variant, slices: dict[str, list[Slice]]) -> Figure:
     if variant.step is None:
         return Figure(variant.name, missing=variant.missing)
     own = slices[variant.name]
+    server = [one.server_us for one in own if one.server_us is not None]
     return Figure(
         variant.name,
         rate=Spread.of([one.rate for one in own]),
         cpu_us=Spread.of([one.cpu_us for one in own]),
+        server_us=Spread.of(server) if server else None,
         ratios={
             floor: Spread.of([one.rate / other.rate for one, other in zip(own, slices[floor], strict=True)])
             for floor in variant.floors

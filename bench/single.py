@@ -154,7 +154,7 @@ async def stages(world: World) -> AsyncGenerator[Stage, None]:
         await Inbox(AsyncpgStore(dsn=dsn), consumer=CONSUMER).setup()
         for connections in (1, 16):
             async with AsyncExitStack() as stack:
-                effects = await stack.enter_async_context(postgres.effects_in(dsn))
+                watch = await stack.enter_async_context(postgres.watching(dsn))
                 pool = await stack.enter_async_context(postgres.pool(dsn, connections))
                 store = AsyncpgStore(dsn=dsn, min_size=connections, max_size=connections)
                 inbox = await stack.enter_async_context(Inbox(store, consumer=CONSUMER))
@@ -163,7 +163,8 @@ async def stages(world: World) -> AsyncGenerator[Stage, None]:
                     title="PostgreSQL, one message at a time",
                     workers=connections,
                     make=new_messages,
-                    effects=effects,
+                    effects=watch.effects,
+                    server_cpu=watch.server_cpu,
                     variants=(
                         Variant("no inbox", no_inbox(pool)),
                         Variant("by hand", hand_written(pool), ("no inbox",)),
