@@ -93,8 +93,17 @@ class Settler(Generic[Tx]):
         if known is not None:
             return known
         deadline = asyncio.get_running_loop().time() + self._wait
-        async with self._flights.enter(work.identity.digest, self._wait):
-            return self._known(work) or await self._try(work, deadline)
+        digest = work.identity.digest
+        while not self._flights.begin(digest):
+            if not await self._flights.wait_for(digest, deadline):
+                raise in_flight(self._wait)
+            known = self._known(work)
+            if known is not None:
+                return known
+        try:
+            return await self._try(work, deadline)
+        finally:
+            self._flights.end(digest)
 
     async def join(self, work: Work, tx: Any) -> Outcome[Any]:
         """In a transaction of the caller's. Nothing is remembered: the caller may still roll back."""
@@ -184,10 +193,12 @@ class Settler(Generic[Tx]):
     async def _try(self, work: Work, deadline: float) -> Outcome[Any]:
         loop = asyncio.get_running_loop()
         pause, conflicts = 0.005, 0
+        if work.redelivered:
+            work = msgspec.structs.replace(work, mark_left=self._mark_left)
         while True:
             try:
                 async with self.unit(work.message) as unit:
-                    outcome = await attempt(unit, msgspec.structs.replace(work, mark_left=self._mark_left))
+                    outcome = await attempt(unit, work)
             except InFlight:
                 if loop.time() + pause > deadline:
                     raise in_flight(self._wait) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
 from typing import Any, Generic, TypeVar
 
@@ -107,16 +107,10 @@ class SqlStore(Generic[Tx]):
             finally:
                 await session.rollback()
 
-    @asynccontextmanager
-    async def unit(
+    def unit(
         self, *, begin: Begin[Tx] | None = None, wait: float = 5.0, read_only: bool = False
-    ) -> AsyncIterator[SqlUnit[Tx]]:
-        async with self._driver.session(wait=wait, read_only=read_only) as session:
-            unit = SqlUnit(self._driver, session, begin, wait)
-            try:
-                yield unit
-            finally:
-                await unit.rollback()
+    ) -> AbstractAsyncContextManager[SqlUnit[Tx]]:
+        return _Units(self._driver, begin, wait, read_only=read_only)
 
     @asynccontextmanager
     async def join(self, tx: Any, *, begin: Begin[Any] | None = None) -> AsyncIterator[SqlUnit[Any]]:
@@ -152,6 +146,29 @@ async def _transaction(session: Session[Any], plan: Plan[T]) -> T:
         return value
     finally:
         await session.rollback()
+
+
+class _Units(Generic[Tx]):
+    """A unit on a session of its own."""
+
+    __slots__ = ("_begin", "_driver", "_sessions", "_unit", "_wait")
+
+    def __init__(self, driver: Driver[Tx], begin: Begin[Tx] | None, wait: float, *, read_only: bool) -> None:
+        self._driver = driver
+        self._begin = begin
+        self._wait = wait
+        self._sessions = driver.session(wait=wait, read_only=read_only)
+
+    async def __aenter__(self) -> SqlUnit[Tx]:
+        session = await self._sessions.__aenter__()
+        self._unit = SqlUnit(self._driver, session, self._begin, self._wait)
+        return self._unit
+
+    async def __aexit__(self, *_error: object) -> None:
+        try:
+            await self._unit.rollback()
+        finally:
+            await self._sessions.__aexit__(None, None, None)
 
 
 class SqlUnit(Generic[Tx]):

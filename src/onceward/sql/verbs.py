@@ -20,7 +20,7 @@ from onceward.store import Found, InFlight
 
 def claim(dialect: Dialect, record: Record) -> Plan[Found | None]:
     """The insert decides. Only when it did not insert do we look, and a look never answers "new"."""
-    inserted = yield dialect("claim", _params(dialect, record))
+    inserted = yield dialect("claim", _claim_params(dialect, record))
     if inserted.changed == 1:
         return None
     found = yield from find(dialect, record.identity)
@@ -173,10 +173,13 @@ def _joined(states: tuple[State, ...]) -> str:
     return ",".join(state.value for state in states)
 
 
-def _params(dialect: Dialect, record: Record) -> dict[str, Any]:
+def _claim_params(dialect: Dialect, record: Record) -> dict[str, Any]:
+    """What a claim writes: who and what it is, and nothing of its content."""
     identity = record.identity
+    digest = identity.digest
     return {
-        **_identity(dialect, identity),
+        "identity": dialect.identity(digest),
+        "lock": int.from_bytes(digest[:8], "big", signed=True),
         "consumer": identity.consumer,
         "tenant": identity.tenant,
         "scope": identity.scope,
@@ -186,19 +189,24 @@ def _params(dialect: Dialect, record: Record) -> dict[str, Any]:
         "source": record.source,
         "topic": record.topic,
         "origin": record.origin,
-        "payload": _json(record.payload),
-        "body": record.body,
-        "headers": _json(record.headers or None),
         "payload_hash": record.payload_hash,
-        "result": _json(record.result),
-        "extra": _json(record.extra),
         "handler": record.handler,
         "host": record.host,
-        "duration_ms": record.duration_ms,
         "occurred_at": None if record.occurred_at is None else dialect.moment(record.occurred_at),
         "keep_ms": None if record.retention is None else round(record.retention / timedelta(milliseconds=1)),
         "stream": record.stream,
         "position": record.position,
+    }
+
+
+def _params(dialect: Dialect, record: Record) -> dict[str, Any]:
+    return _claim_params(dialect, record) | {
+        "payload": _json(record.payload),
+        "body": record.body,
+        "headers": _json(record.headers or None),
+        "result": _json(record.result),
+        "extra": _json(record.extra),
+        "duration_ms": record.duration_ms,
         "depends_on": _json(record.depends_on or None),
     }
 

@@ -7,8 +7,8 @@ one. How a pool is made to call `noticed` is the driver's business; it is left a
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from contextvars import ContextVar, Token
 from typing import Any
 
@@ -16,7 +16,6 @@ import msgspec
 
 from onceward.current import current_or_none
 from onceward.errors import SecondConnection, UsageError
-from onceward.shield import finish
 
 
 class SecondConnectionWarning(UserWarning):
@@ -95,25 +94,19 @@ class PoolWatch:
             del _watches[id(pool)]
             self._take_off(pool)
 
-    @asynccontextmanager
-    async def connection(self, pool: Any, wait: float) -> AsyncIterator[Any]:
+    def connection(self, pool: Any, wait: float) -> Lent:
         """A connection for the inbox itself, for as long as a unit needs it."""
+        return Lent(self, pool, wait)
+
+    async def acquire(self, pool: Any, wait: float) -> Any:
         before = _hold.set(None)
         try:
             # With 0 even a free connection comes too late.
-            connection = await self._acquire(pool, max(wait, 0.05))
+            return await self._acquire(pool, max(wait, 0.05))
         finally:
             _hold.reset(before)
-        held = Hold(pool, getattr(connection, "joinable", None))
-        token = _hold.set(held)
-        try:
-            yield connection
-        finally:
-            held.active = False
-            _hold.reset(token)
-            await finish(self._give_back(pool, connection))
 
-    async def _give_back(self, pool: Any, connection: Any) -> None:
+    async def release(self, pool: Any, connection: Any) -> None:
         await self._release(pool, connection)
 
     def noticed(self, pool: Any, timeout: float | None) -> float | None:
@@ -128,3 +121,25 @@ class PoolWatch:
             raise SecondConnection(text, handler=run.handler)
         warnings.warn(text, SecondConnectionWarning, stacklevel=4)
         return self.timeout if timeout is None else timeout
+
+
+class Lent:
+    """A connection, from the pool and back to it."""
+
+    __slots__ = ("_connection", "_held", "_pool", "_token", "_wait", "_watch")
+
+    def __init__(self, watch: PoolWatch, pool: Any, wait: float) -> None:
+        self._watch = watch
+        self._pool = pool
+        self._wait = wait
+
+    async def __aenter__(self) -> Any:
+        connection = self._connection = await self._watch.acquire(self._pool, self._wait)
+        self._held = Hold(self._pool, getattr(connection, "joinable", None))
+        self._token = _hold.set(self._held)
+        return connection
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._held.active = False
+        _hold.reset(self._token)
+        await self._watch.release(self._pool, self._connection)

@@ -20,6 +20,7 @@ from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 
 from onceward.errors import HandlerEndedTransaction, StoreUnavailable, UsageError
+from onceward.shield import finish
 from onceward.sql.drivers.pool_watch import PoolWatch, noticed
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession
 from onceward.sql.plan import Result, Statement
@@ -113,6 +114,10 @@ async def acquire(engine: AsyncEngine, wait: float) -> Borrowed:
 
 
 async def release(engine: AsyncEngine, borrowed: Borrowed) -> None:
+    await finish(_give_back(engine, borrowed))
+
+
+async def _give_back(engine: AsyncEngine, borrowed: Borrowed) -> None:
     try:
         if borrowed.gone or engine.sync_engine.pool is not borrowed.pool:  # disposed of: only we close it
             await borrowed.connection.invalidate()
@@ -172,7 +177,7 @@ class SqlAlchemyPostgresDriver(PostgresDriver[AsyncSession]):
     async def _close_pool(self, pool: AsyncEngine) -> None:
         await pool.dispose()
 
-    def _session(self, connection: Borrowed) -> PostgresSession[AsyncSession]:
+    def session_on(self, connection: Borrowed) -> PostgresSession[AsyncSession]:
         session_class = _session_class(connection.connection.dialect.driver)
         session: PostgresSession[AsyncSession] = session_class(connection, self._make_session)
         return session
