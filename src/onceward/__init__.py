@@ -7,8 +7,10 @@ If `process` returns, acknowledge; if it raises, do not.
 """
 
 from onceward import keys, lanes, tenants
+from onceward.claim import Claim
 from onceward.current import Current, current
 from onceward.errors import (
+    AlreadyProcessed,
     AttemptsExhausted,
     CommitNotApplied,
     CommitUnknown,
@@ -39,6 +41,7 @@ from onceward.errors import (
     StoreReadOnly,
     StoreUnavailable,
     TenantMissing,
+    TransactionUnusable,
     TryLater,
     UnknownScheme,
     UsageError,
@@ -56,7 +59,9 @@ from onceward.stats import Stats
 __version__ = "0.1.0"
 
 __all__ = [
+    "AlreadyProcessed",
     "AttemptsExhausted",
+    "Claim",
     "CommitNotApplied",
     "CommitUnknown",
     "Current",
@@ -100,6 +105,7 @@ __all__ = [
     "StoreReadOnly",
     "StoreUnavailable",
     "TenantMissing",
+    "TransactionUnusable",
     "TryLater",
     "UnknownScheme",
     "UsageError",

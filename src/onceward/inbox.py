@@ -6,14 +6,17 @@ it, and settles it by the decision table of docs/guarantees.md. If it returns, a
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import msgspec
 
 from onceward import events, keys, lanes, tenants
+from onceward.claim import Claim
 from onceward.errors import (
+    AlreadyProcessed,
     HandlerNotFound,
     InboxClosed,
     InvalidMessage,
@@ -202,6 +205,7 @@ class Inbox(Generic[Tx]):
         retention: timedelta | None = ...,
         origin: str | None = ...,
         redelivered: bool = ...,
+        tx: Any = ...,
     ) -> Outcome[R]: ...
 
     @overload
@@ -215,6 +219,7 @@ class Inbox(Generic[Tx]):
         retention: timedelta | None = ...,
         origin: str | None = ...,
         redelivered: bool = ...,
+        tx: Any = ...,
     ) -> Outcome[R]: ...
 
     @overload
@@ -228,6 +233,7 @@ class Inbox(Generic[Tx]):
         retention: timedelta | None = ...,
         origin: str | None = ...,
         redelivered: bool = ...,
+        tx: Any = ...,
     ) -> Outcome[Any]: ...
 
     async def process(
@@ -240,6 +246,7 @@ class Inbox(Generic[Tx]):
         retention: timedelta | None = None,
         origin: str | None = None,
         redelivered: bool = False,
+        tx: Any = None,
     ) -> Outcome[Any]:
         """Let the message take effect exactly once. If this returns, acknowledge; if it raises, do not.
 
@@ -248,9 +255,11 @@ class Inbox(Generic[Tx]):
         says; with a retry policy such a delivery is counted before it runs, so that a message that kills its
         process ends as a dead letter. `origin` is kept for people: topic/partition/offset, queue and tag.
         `retention` keeps this record for so long after it is processed, whatever the inbox's own says.
+
+        With `tx`, a transaction that you opened, the handler runs in a savepoint of that. It is deduplication only:
+        nothing is kept of a failure (see `record_failure`), and nothing has happened before you commit.
         """
-        if not isinstance(message, Message):
-            raise UsageError(f"process takes a Message, not {type(message).__name__}")
+        self._check_message(message)
         known = self._intake.handler_for(message, handler)
         if known is None:
             self._bus.emit(events.Ignored(consumer=self.consumer, type=message.type, message_id=message.id))
@@ -258,7 +267,104 @@ class Inbox(Generic[Tx]):
         work = self._work(
             message, known, key=key, retry=retry, retention=retention, origin=origin, redelivered=redelivered
         )
+        if tx is not None:
+            return await self._joined(work, self._settler.join(work, tx))
         return raised(await self._settle(work))
+
+    @asynccontextmanager
+    async def claim(
+        self,
+        message: Message[Any],
+        *,
+        tx: Any,
+        key: KeyLike | None = None,
+        retention: timedelta | None = None,
+        origin: str | None = None,
+    ) -> AsyncIterator[Claim]:
+        """Claim a message inside a transaction that you opened: `if claim.first:` do the work, else it is done.
+
+        The block is a savepoint. An error that leaves it takes the claim and what the block wrote with it; the rest of
+        your transaction stands, and ends as you say.
+        """
+        work = self._claim_work("claim", message, key=key, retention=retention, origin=origin)
+        async with self._settler.claimed(work, tx) as claim:
+            if not claim.first:
+                self._tell(work, claim.outcome)
+            yield claim
+
+    async def mark_processed(
+        self,
+        message: Message[Any],
+        *,
+        tx: Any = None,
+        result: Any = None,
+        extra: Any = None,
+        key: KeyLike | None = None,
+        retention: timedelta | None = None,
+        origin: str | None = None,
+    ) -> None:
+        """Record that you processed it, in your transaction. AlreadyProcessed: somebody else has, so roll back.
+
+        `result` is what duplicates get, `extra` anything else worth keeping. Without `tx` it is a transaction of its
+        own, which protects nothing that you wrote before.
+        """
+        work = self._claim_work("mark_processed", message, key=key, retention=retention, origin=origin)
+        async with self._settler.claimed(work, tx) as claim:
+            if claim.first:
+                claim.save(result, extra=extra)
+        if claim.outcome is not None:
+            self._tell(work, claim.outcome)
+            if claim.outcome.kind is Kind.DEAD and claim.outcome.error is not None:
+                raise claim.outcome.error
+            raise AlreadyProcessed(f"{message.type} {message.id!r} is {claim.outcome.kind} already")
+
+    async def is_processed(self, message: Message[Any], *, tx: Any = None, key: KeyLike | None = None) -> bool:
+        """Whether it has taken effect: in your transaction with `tx`, else as far as it is committed.
+
+        True is certain. False may be wrong a moment later; `claim` and `mark_processed` decide.
+        """
+        self._check_message(message)
+        record = await self._find(self.identity_of(message, key=key), message, tx)
+        return record is not None and record.state is State.PROCESSED
+
+    async def record_failure(
+        self,
+        message: Message[Any],
+        error: Exception,
+        *,
+        key: KeyLike | None = None,
+        retry: RetryPolicy | None = None,
+        origin: str | None = None,
+    ) -> Outcome[Any]:
+        """Count a failure after you rolled back: FAILED, with `retry_at` where a policy says when, or DEAD."""
+        work = self._claim_work("record_failure", message, key=key, retry=retry, origin=origin)
+        outcome = await self._joined(work, self._settler.keep_failure(work, error))
+        self._tell(work, outcome)
+        return outcome
+
+    def _claim_work(self, verb: str, message: Message[Any], **known: Any) -> Work:
+        self._check_message(message, verb)
+        if not self._open:
+            raise InboxClosed
+        return self._work(message, self._intake.claimant(message), **known)
+
+    def _check_message(self, message: object, verb: str = "process") -> None:
+        if not isinstance(message, Message):
+            raise UsageError(f"{verb} takes a Message, not {type(message).__name__}")
+
+    async def _joined(self, work: Work, settling: Awaitable[Outcome[Any]]) -> Outcome[Any]:
+        """In a transaction of the caller's nothing is processed before the commit, so only what is known is told."""
+        if not self._open:
+            settling.close()  # type: ignore[attr-defined]
+            raise InboxClosed
+        outcome = await settling
+        if outcome.kind is Kind.DUPLICATE:
+            self._tell(work, outcome)
+        return outcome
+
+    def _tell(self, work: Work, outcome: Outcome[Any] | None) -> None:
+        if outcome is not None:
+            self._bus.emit(events.of_outcome(self.consumer, work.message, work.identity, outcome))
 
     def _work(self, message: Message[Any], handler: Handler, **known: Any) -> Work:
         try:
@@ -283,18 +389,19 @@ class Inbox(Generic[Tx]):
 
     # --- records --------------------------------------------------------------------------------------------
 
-    async def get_record(self, message: Message[Any] | Identity) -> Record | None:
-        """What the store remembers of a message or identity."""
+    async def get_record(self, message: Message[Any] | Identity, *, tx: Any = None) -> Record | None:
+        """What the store remembers of a message or identity: as you see it in `tx`, else what is committed."""
+        if not isinstance(message, Identity):
+            return await self._find(self.identity_of(message), message, tx)
+        # For on_begin, which wants to know whose transaction it is.
+        stand_in = Message(id=message.key[:100], type="onceward.lookup", payload=None, tenant=message.tenant)
+        return await self._find(message, stand_in, tx)
+
+    async def _find(self, identity: Identity, message: Message[Any], tx: Any) -> Record | None:
         if not self._open:
             raise InboxClosed
-        if isinstance(message, Identity):
-            identity = message
-            # For on_begin, which wants to know whose transaction it is.
-            message = Message(id=identity.key[:100], type="onceward.lookup", payload=None, tenant=identity.tenant)
-        else:
-            identity = self.identity_of(message)
-            message = msgspec.structs.replace(message, tenant=identity.tenant)
-        async with self._settler.unit(message, read_only=True) as unit:
+        message = msgspec.structs.replace(message, tenant=identity.tenant)
+        async with self._settler.reading(message, tx) as unit:
             found = await unit.find(identity)
         return found.record if found else None
 

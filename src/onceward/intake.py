@@ -25,6 +25,13 @@ from onceward.work import Work
 Unhandled = Literal["raise", "ignore", "dead"]
 
 
+async def claim(_message: Message[Any]) -> None:
+    """Stands for the code of a caller that claims a message itself."""
+
+
+_CLAIMANT = handler_of(claim)
+
+
 class Intake(msgspec.Struct, frozen=True, kw_only=True):
     """The options of an inbox that say how a message becomes work."""
 
@@ -54,6 +61,11 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
         if registered is None:
             return handler_of(given)
         return handler_of(given, key=registered.key, retry=registered.retry, retention=registered.retention)
+
+    def claimant(self, message: Message[Any]) -> Handler:
+        """For code that is not a handler: with the key and retries that are registered for the type."""
+        registered = self.router.find(message.type)
+        return registered if registered is not None else _CLAIMANT
 
     def _for_unhandled(self, message: Message[Any]) -> Handler | None:
         if self.unhandled == "ignore":

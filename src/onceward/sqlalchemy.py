@@ -15,9 +15,10 @@ from onceward.errors import UsageError
 from onceward.sql.drivers.aiosqlite import SqlAlchemySqliteDriver
 from onceward.sql.drivers.pool_watch import SecondConnectionWarning, held_connection
 from onceward.sql.drivers.sqlalchemy import SqlAlchemyPostgresDriver
+from onceward.sql.models import InboxRecord, add_tables, include_object
 from onceward.sql.store import SqlStore
 
-__all__ = ["SecondConnectionWarning", "SqlAlchemyStore", "joining"]
+__all__ = ["InboxRecord", "SecondConnectionWarning", "SqlAlchemyStore", "add_tables", "include_object", "joining"]
 
 S = TypeVar("S", bound=AsyncSession)
 

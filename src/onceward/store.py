@@ -83,6 +83,10 @@ class Unit(Protocol[Tx_co]):
         """What the handler writes through."""
 
     @property
+    def joined(self) -> bool:
+        """It is a savepoint in a transaction of the caller's, which `commit` ends; nothing is ours alone."""
+
+    @property
     def lost(self) -> bool:
         """The connection, and with it the transaction, is gone."""
 
@@ -182,3 +186,6 @@ class Store(Protocol[Tx_co]):
         self, *, begin: Begin[Any] | None = None, wait: float = 5.0, read_only: bool = False
     ) -> AbstractAsyncContextManager[Unit[Tx_co]]:
         """A unit of work. `begin` runs first in each of its transactions; `wait` bounds waiting for a turn."""
+
+    def join(self, tx: Any, *, begin: Begin[Any] | None = None) -> AbstractAsyncContextManager[Unit[Any]]:
+        """A unit inside a transaction of the caller's. TransactionUnusable: it has failed, or is somewhere else."""

@@ -82,7 +82,7 @@ INSERT INTO onceward_records (
 SELECT
     :identity::text::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
     :source::text, :topic::text, :origin::text, :state::text, :counted::int,
-    jsonb_build_array(:error::text::jsonb || jsonb_build_object('at', clock_timestamp())),
+    jsonb_build_array(:error::text::jsonb || jsonb_build_object('at', clock_timestamp()))::json,
     :payload::text::json, :body::bytea, :headers::text::json, :payload_hash::bytea, :handler::text, :host::text,
     :duration_ms::float8, :occurred_at::timestamptz, clock_timestamp() + :delay::float8 * interval '1 second',
     :stream::text, :position::bigint, :depends_on::text::json
@@ -92,7 +92,8 @@ SET state = excluded.state, attempts = onceward_records.attempts + :counted::int
     -- a record that says processed has taken its mark back already
     started = greatest(0, onceward_records.started
                           - CASE WHEN onceward_records.state = 'processed' THEN 0 ELSE :unmark::int END),
-    errors = jsonb_path_query_array(coalesce(onceward_records.errors, '[]'), '$[last - 8 to last]') || excluded.errors,
+    errors = (jsonb_path_query_array(coalesce(onceward_records.errors::jsonb, '[]'), '$[last - 8 to last]')
+              || excluded.errors::jsonb)::json,
     payload = excluded.payload, body = excluded.body, headers = excluded.headers,
     payload_hash = excluded.payload_hash, origin = excluded.origin, handler = excluded.handler,
     host = excluded.host, duration_ms = excluded.duration_ms, processed_at = NULL, expires_at = NULL,
@@ -217,6 +218,10 @@ ORDER BY processed_at, identity LIMIT :limit::int
 
 -- name: now
 SELECT clock_timestamp() AS now
+
+-- Which database this is.
+-- name: schema_token
+SELECT token FROM onceward_schema WHERE version = 1
 
 -- name: schema_version
 SELECT coalesce(max(version), 0) AS version FROM onceward_schema

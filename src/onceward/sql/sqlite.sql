@@ -168,6 +168,10 @@ ORDER BY processed_at, identity LIMIT :limit
 -- name: now
 SELECT strftime('%Y-%m-%dT%H:%M:%fZ', 'now') AS now
 
+-- Which database this is.
+-- name: schema_token
+SELECT token FROM onceward_schema WHERE version = 1
+
 -- name: schema_version
 SELECT coalesce(max(version), 0) AS version FROM onceward_schema
 
@@ -176,7 +180,7 @@ SELECT 1 FROM sqlite_master WHERE name = 'onceward_schema'
 
 -- name: schema_table
 CREATE TABLE IF NOT EXISTS onceward_schema (
-    version INTEGER PRIMARY KEY, name TEXT NOT NULL,
+    version INTEGER NOT NULL PRIMARY KEY, name TEXT NOT NULL,
     applied_at TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%fZ', 'now')))
 
 -- name: schema_applied

@@ -14,6 +14,7 @@ from onceward.shield import LoopLock, finish
 from onceward.sql import upkeep, verbs
 from onceward.sql.dialect import DIALECTS, migrations, quoted
 from onceward.sql.driver import Driver, Session
+from onceward.sql.joined import joined
 from onceward.sql.plan import Plan, inlined, run
 from onceward.stats import Stats
 from onceward.store import Begin, Features, Found, Sweepable, SweptBatch
@@ -28,6 +29,7 @@ class SqlStore(Generic[Tx]):
     def __init__(self, driver: Driver[Tx]) -> None:
         self._driver = driver
         self._users = 0
+        self._token = ""
         self._opening = LoopLock()
 
     @property
@@ -47,6 +49,7 @@ class SqlStore(Generic[Tx]):
                 await self._migrate()
             async with self._driver.session(wait=30.0) as session:
                 await _transaction(session, verbs.check_version(self._driver.dialect))
+                self._token = await _transaction(session, verbs.token(self._driver.dialect))
         except BaseException:
             await finish(self._driver.close())
             raise
@@ -115,6 +118,17 @@ class SqlStore(Generic[Tx]):
             finally:
                 await unit.rollback()
 
+    @asynccontextmanager
+    async def join(self, tx: Any, *, begin: Begin[Any] | None = None) -> AsyncIterator[SqlUnit[Any]]:
+        dialect = self._driver.dialect
+        session = await joined(tx, dialect.name)
+        session.expect(self._token, dialect("schema_token"))
+        unit: SqlUnit[Any] = SqlUnit(self._driver, session, begin, 0.0, joined=True)
+        try:
+            yield unit
+        finally:
+            await unit.rollback()
+
 
 def schema(dialect: str) -> str:
     """The whole schema as SQL text, as `onceward setup` would apply it."""
@@ -143,7 +157,10 @@ async def _transaction(session: Session[Any], plan: Plan[T]) -> T:
 class SqlUnit(Generic[Tx]):
     """See onceward.store.Unit."""
 
-    def __init__(self, driver: Driver[Tx], session: Session[Tx], begin: Begin[Tx] | None, wait: float) -> None:
+    def __init__(
+        self, driver: Driver[Tx], session: Session[Tx], begin: Begin[Tx] | None, wait: float, *, joined: bool = False
+    ) -> None:
+        self.joined = joined
         self._driver = driver
         self._wait = wait
         self._dialect = driver.dialect

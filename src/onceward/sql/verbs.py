@@ -131,6 +131,12 @@ def check_version(dialect: Dialect) -> Plan[None]:
         )  # fmt: skip
 
 
+def token(dialect: Dialect) -> Plan[str]:
+    """Which database this is: the same for everyone who is connected to it."""
+    result = yield dialect("schema_token")
+    return result.rows[0]["token"] if result.rows else ""
+
+
 def pending_migrations(dialect: Dialect) -> Plan[list[Migration]]:
     """Under a lock that lasts until the end of the transaction: what is still to be applied."""
     yield dialect("schema_lock")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from contextvars import ContextVar
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar, Token
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ class Hold(msgspec.Struct):
 
     pool: Any
     connection: Any = None
-    """What the unit holds; where that is an SQLAlchemy connection, sessions can join it."""
+    """Where that is an SQLAlchemy connection, sessions can join it."""
     active: bool = True
 
 
@@ -41,15 +41,28 @@ def noticed(pool: Any, timeout: float | None) -> float | None:
     return _watches[id(pool)].noticed(pool, timeout)
 
 
+def hold(connection: Any) -> Token[Hold | None]:
+    """A connection of SQLAlchemy that the caller of the inbox has: sessions of the handler can join it."""
+    return _hold.set(Hold(connection.engine, connection))
+
+
+def unhold(token: Token[Hold | None]) -> None:
+    held = _hold.get()
+    if held is not None:
+        held.active = False
+    with suppress(ValueError):  # ended by another task than began it
+        _hold.reset(token)
+
+
 def held_connection(pool: Any) -> Any:
     """The SQLAlchemy connection that this task's handler has, if it is one of this pool (of an engine)."""
-    hold = _hold.get()
-    if hold is None or not hold.active or current_or_none() is None:
+    held = _hold.get()
+    if held is None or not held.active or current_or_none() is None:
         return None
-    engine = getattr(hold.pool, "sync_engine", None)
+    engine = getattr(held.pool, "sync_engine", None)
     if engine is None or engine.pool is not pool:
         return None
-    return hold.connection.connection
+    return held.connection
 
 
 class PoolWatch:
@@ -91,12 +104,12 @@ class PoolWatch:
             connection = await self._acquire(pool, max(wait, 0.05))
         finally:
             _hold.reset(before)
-        hold = Hold(pool, connection)
-        token = _hold.set(hold)
+        held = Hold(pool, getattr(connection, "joinable", None))
+        token = _hold.set(held)
         try:
             yield connection
         finally:
-            hold.active = False
+            held.active = False
             _hold.reset(token)
             await finish(self._give_back(pool, connection))
 
@@ -104,8 +117,8 @@ class PoolWatch:
         await self._release(pool, connection)
 
     def noticed(self, pool: Any, timeout: float | None) -> float | None:
-        hold, run = _hold.get(), current_or_none()
-        if hold is None or run is None or hold.pool is not pool or not hold.active:
+        held, run = _hold.get(), current_or_none()
+        if held is None or run is None or held.pool is not pool or not held.active:
             return timeout
         text = (
             f"the handler {run.handler!r} took a second connection from the pool of its own inbox. What it writes "

@@ -91,7 +91,7 @@ class Borrowed:
     """A connection of the engine's pool, and the driver's connection below it."""
 
     def __init__(self, connection: AsyncConnection, raw: Any) -> None:
-        self.connection = connection
+        self.connection = self.joinable = connection
         self.raw = raw
         self.pool = connection.engine.sync_engine.pool
 

@@ -6,5 +6,5 @@ CREATE INDEX onceward_records_expiring ON onceward_records (consumer, expires_at
     WHERE state = 'processed' AND expires_at IS NOT NULL;
 
 -- The token of version 1 says which database this is, to whoever holds a connection and does not know.
-ALTER TABLE onceward_schema ADD COLUMN token TEXT;
+ALTER TABLE onceward_schema ADD COLUMN token TEXT NOT NULL DEFAULT '';
 UPDATE onceward_schema SET token = lower(hex(randomblob(16)));
