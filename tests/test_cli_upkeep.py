@@ -220,10 +220,13 @@ def test_a_stamp_makes_what_tools_leave_out(foreign: str, capsys: pytest.Capture
         assert len(query(foreign, "SELECT onceward_id('c', 't', 's', 'k')")) == 1
 
 
-def test_a_stamp_fills_a_token_that_a_tool_left_empty(foreign: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("empty", ["NULL", "''"])
+def test_a_stamp_fills_a_token_that_a_tool_left_empty(
+    foreign: str, empty: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = "datetime('now')" if foreign.startswith("sqlite") else "now()"
     query(foreign, "CREATE TABLE onceward_schema (version integer PRIMARY KEY, name text, applied_at text, token text)")
-    query(foreign, f"INSERT INTO onceward_schema VALUES (1, '0001_records', {now}, NULL)")
+    query(foreign, f"INSERT INTO onceward_schema VALUES (1, '0001_records', {now}, {empty})")
     run(capsys, "stamp", foreign)
     [[token]] = query(foreign, "SELECT token FROM onceward_schema WHERE version = 1")
     assert len(token) >= 32

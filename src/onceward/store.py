@@ -60,10 +60,9 @@ class Sweepable(StrEnum):
 class SweptBatch(msgspec.Struct, frozen=True):
     """One batch of a sweep."""
 
-    seen: int
-    """How many were found: fewer than asked for, and there are no more."""
     deleted: int
-    """Less than seen when a delivery had some of them in its hands."""
+    more: bool
+    """There may be more to delete."""
     last: tuple[Any, Any] | None = None
     """Where the next batch begins. Only the store knows what it means."""
 
@@ -140,7 +139,10 @@ class Unit(Protocol[Tx_co]):
     async def sweep(
         self, consumer: str, what: Sweepable, older: float, *, batch: int, after: tuple[Any, Any] | None = None
     ) -> SweptBatch | None:
-        """Delete a batch of processed records: expired, or older than so many seconds. None: another one sweeps."""
+        """Delete a batch of processed records: expired, or older than so many seconds. None: another one sweeps.
+
+        A store may make its batches smaller than asked for.
+        """
 
     async def sweepable(self, consumer: str, older: float) -> int:
         """How many processed records are expired, or without a time of their own and older than so many seconds."""

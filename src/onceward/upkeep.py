@@ -75,7 +75,7 @@ class Upkeep(msgspec.Struct, frozen=True):
                 if swept is None:
                     return  # another sweeper is at it
                 count(swept.deleted)
-                if swept.seen < batch:
+                if not swept.more:
                     break
                 after = swept.last
 

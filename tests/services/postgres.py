@@ -71,6 +71,7 @@ class Server:
     def __init__(self, folder: Path, data: Path) -> None:
         self._folder = folder
         self._data = data
+        self.log = data.parent / "postgres.log"
         self.port = free_port()
         self.dsn = f"postgresql://onceward@127.0.0.1:{self.port}/postgres"
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,7 +80,7 @@ class Server:
         options = ["-p", str(self.port), "-c", "listen_addresses=127.0.0.1", "-k", str(self._data)]
         # Crash safety of PostgreSQL itself is not under test, and the data is thrown away.
         fast = ["-c", "fsync=off", "-c", "max_connections=200", "-c", "max_prepared_transactions=0"]
-        with (self._data.parent / "postgres.log").open("ab") as log:
+        with self.log.open("ab") as log:
             command = as_user([str(self._folder / "postgres"), "-D", str(self._data), *options, *fast])
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         self._wait_until_ready()
@@ -90,7 +91,7 @@ class Server:
         while subprocess.run(ready, check=False).returncode != 0:
             assert self._process is not None
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError((self._data.parent / "postgres.log").read_text()[-2000:])
+                raise RuntimeError(self.log.read_text()[-2000:])
             time.sleep(0.05)
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:

@@ -256,7 +256,7 @@ WHERE attrelid = to_regclass('onceward_schema') AND attname = 'token' AND NOT at
 ALTER TABLE onceward_schema ADD COLUMN token text NOT NULL DEFAULT gen_random_uuid()::text
 
 -- name: token_filled
-UPDATE onceward_schema SET token = gen_random_uuid()::text WHERE token IS NULL
+UPDATE onceward_schema SET token = gen_random_uuid()::text WHERE coalesce(token, '') = ''
 
 -- name: function_missing
 SELECT 1 WHERE to_regprocedure('onceward_id(text, text, text, text)') IS NULL

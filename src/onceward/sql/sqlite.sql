@@ -200,10 +200,10 @@ SELECT name FROM pragma_table_info('onceward_records')
 SELECT 1 FROM pragma_table_info('onceward_schema') WHERE name = 'token'
 
 -- name: token_column
-ALTER TABLE onceward_schema ADD COLUMN token TEXT
+ALTER TABLE onceward_schema ADD COLUMN token TEXT NOT NULL DEFAULT ''
 
 -- name: token_filled
-UPDATE onceward_schema SET token = lower(hex(randomblob(16))) WHERE token IS NULL
+UPDATE onceward_schema SET token = lower(hex(randomblob(16))) WHERE coalesce(token, '') = ''
 
 -- SQLite has no functions of its own.
 -- name: function_missing

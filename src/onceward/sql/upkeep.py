@@ -31,12 +31,14 @@ def sweep(
     if not locked.rows:
         return None
     moment, identity = after or (None, None)
+    batch = min(batch, dialect.most_deletes)
     params = {"consumer": consumer, "batch": batch, "after": moment, "after_identity": identity}
     if what is Sweepable.OLD:
         params["older"] = round(older, 3)
     swept = yield dialect(f"sweep_{what}", params)
     rows = [(row["moment"], row["identity"], row["deleted"]) for row in swept.rows]
-    return SweptBatch(len(rows), sum(row[2] for row in rows), max(rows)[:2] if rows else None)
+    # Fewer are deleted than found when a delivery has some of them in its hands.
+    return SweptBatch(sum(row[2] for row in rows), len(rows) == batch, max(rows)[:2] if rows else None)
 
 
 def sweepable(dialect: Dialect, consumer: str, older: float) -> Plan[int]:

@@ -73,6 +73,14 @@ class Lab(ABC):
     async def slow_commits(self) -> None:  # noqa: B027 - not every database can
         """Make a COMMIT take a moment, where the database can, so that something can happen meanwhile."""
 
+    async def slow_deletes(self) -> None:
+        """Make each DELETE of a record take a second or two after its work is done, its locks still held."""
+        raise NotImplementedError
+
+    async def deleting(self) -> None:
+        """Wait until such a DELETE is on its way."""
+        raise NotImplementedError
+
     async def effects(self) -> list[str]:
         return [row[0] for row in await self.query("SELECT what FROM effects ORDER BY what")]
 

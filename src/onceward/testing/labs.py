@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import sqlite3
 from collections.abc import AsyncIterator
@@ -79,6 +80,20 @@ class PostgresLab(Lab):
             "CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED "
             "FOR EACH ROW EXECUTE FUNCTION slow()"
         )
+
+    async def slow_deletes(self) -> None:
+        await self.query(
+            "CREATE FUNCTION slow_delete() RETURNS trigger LANGUAGE plpgsql "
+            "AS 'BEGIN PERFORM pg_sleep(1.5); RETURN NULL; END'"
+        )
+        await self.query(
+            "CREATE TRIGGER slow_delete AFTER DELETE ON onceward_records FOR EACH ROW EXECUTE FUNCTION slow_delete()"
+        )
+
+    async def deleting(self) -> None:
+        asleep = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'"
+        while not await self.query(asleep):  # noqa: ASYNC110 - the server sends no events
+            await asyncio.sleep(0.02)
 
     async def query(self, sql: str) -> list[tuple[Any, ...]]:
         import asyncpg  # noqa: PLC0415

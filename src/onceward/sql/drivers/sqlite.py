@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import sqlite3
@@ -17,6 +18,7 @@ from onceward.errors import (
     StoreUnavailable,
     UsageError,
 )
+from onceward.shield import finish
 from onceward.sql import dialect
 from onceward.sql.drivers.sqlite_writer import Turn, Writer, connect, primary_code, raise_translated
 from onceward.sql.plan import Result, Statement
@@ -257,8 +259,11 @@ class SqliteReadSession:
         return await self.execute(first) if first is not None else Result((), 0)
 
     async def execute(self, statement: Statement) -> Result:
-        try:
-            rows = self._connection.execute(statement.sql, statement.params).fetchall()
+        def read() -> list[Any]:
+            return self._connection.execute(statement.sql, statement.params).fetchall()
+
+        try:  # in a thread: counting a large table takes a while
+            rows = await finish(asyncio.to_thread(read))
         except sqlite3.Error as error:
             raise_for(error, self._path)
         return Result(rows, len(rows))

@@ -67,6 +67,45 @@ class RetentionContract:
             await inbox.cleanup(NOW)
         assert await lab.query("SELECT 1 FROM onceward_records") == []
 
+    async def test_one_sweeper_at_a_time(self, lab: Lab) -> None:
+        needs(lab, "concurrent_units")
+        one, two = await lab.inbox(), await lab.inbox()
+        for _ in range(3):
+            await one.process(lab.message(), Recorder(lab))
+        await lab.slow_deletes()
+        sweeping = asyncio.ensure_future(one.cleanup(NOW, batch=1))
+        await lab.deleting()
+        assert await two.cleanup(NOW, batch=1) == 0
+        assert not sweeping.done(), "the second one did not wait for the first"
+        assert await sweeping == 3
+
+    async def test_a_delivery_of_what_is_just_being_deleted_does_not_wait(self, lab: Lab) -> None:
+        needs(lab, "concurrent_units")
+        inbox = await lab.inbox(cache=0)
+        await inbox.process(lab.message("old"), Recorder(lab))
+        await lab.slow_deletes()
+        sweeping = asyncio.ensure_future(inbox.cleanup(NOW))
+        await lab.deleting()
+        assert (await inbox.process(lab.message("old"), Recorder(lab))).duplicate
+        assert not sweeping.done()
+        assert await sweeping == 1
+        assert (await inbox.process(lab.message("old"), Recorder(lab))).processed
+
+    async def test_a_record_that_a_delivery_has_in_its_hands_is_left_for_the_next_sweep(self, lab: Lab) -> None:
+        needs(lab, "concurrent_units")
+        inbox, gate = await lab.inbox(cache=0), Gate(lab)
+        for name in ("one", "two"):
+            await inbox.process(lab.message(name), Recorder(lab))
+        # A delivery that asks something of the record and is not done yet.
+        async with inbox.store.unit() as unit:
+            record = await inbox.get_record(lab.message("one"))
+            assert record is not None
+            assert await unit.claim(record) is not None
+            assert await inbox.cleanup(NOW, batch=1) == 1, "a batch that deletes nothing is not the last one"
+        assert await inbox.get_record(lab.message("one")) is not None
+        assert await inbox.cleanup(NOW) == 1
+        assert gate.runs == []
+
     async def test_cleanup_refuses_what_makes_no_sense(self, lab: Lab) -> None:
         inbox: Any = await lab.inbox()
         with pytest.raises(UsageError, match="not negative"):
