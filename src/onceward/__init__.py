@@ -10,6 +10,7 @@ from onceward import keys, lanes, tenants
 from onceward.current import Current, current
 from onceward.errors import (
     AttemptsExhausted,
+    BulkError,
     CommitNotApplied,
     CommitUnknown,
     HandlerEndedTransaction,
@@ -55,6 +56,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttemptsExhausted",
+    "BulkError",
     "CommitNotApplied",
     "CommitUnknown",
     "Current",

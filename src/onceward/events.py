@@ -10,6 +10,7 @@
 | Unsettled | the store could not say: not there, commit unknown or not applied |
 | Refused | the message cannot be kept: no usable key or tenant, oversized, not JSON |
 | Ignored | no handler for the type, and the inbox ignores those |
+| Batch | a call of `process_many` or `process_bulk` has ended; its messages have their own events |
 """
 
 from __future__ import annotations
@@ -75,6 +76,17 @@ class Ignored(InboxEvent, frozen=True, kw_only=True):
     pass
 
 
+class Batch(InboxEvent, frozen=True, kw_only=True):
+    """Of a whole call, so it has no type and no message of its own."""
+
+    type: str = ""
+    message_id: str = ""
+    handler: str
+    """many or bulk."""
+    size: int
+    duration_ms: float
+
+
 def of_outcome(consumer: str, message: Message[Any], identity: Identity, outcome: Outcome[Any]) -> InboxEvent:
     """What an outcome says to those who watch."""
     base: dict[str, Any] = {"consumer": consumer, "type": message.type, "message_id": message.id, "identity": identity}
@@ -82,6 +94,8 @@ def of_outcome(consumer: str, message: Message[Any], identity: Identity, outcome
         case Kind.PROCESSED:
             duration = outcome.duration_ms or 0.0
             return Processed(**base, attempt=outcome.attempts, duration_ms=duration, mismatch=outcome.mismatch)
+        case Kind.BUSY | Kind.FAILED if not outcome.attempts and isinstance(outcome.error, Exception):
+            return of_error(consumer, message, identity, outcome.error)  # in a batch, where nothing is raised
         case Kind.FAILED:
             error = outcome.error or Exception("unknown")
             return Failed(**base, attempt=outcome.attempts, error=error, retry_at=outcome.retry_at)
@@ -148,6 +162,13 @@ class Bus:
             self._listeners = tuple(one for one in self._listeners if one is not listener)
 
         return unsubscribe
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nobody would do anything with an event that says that all went well."""
+        return not any(one is not log for one in self._listeners) and not (
+            self._listeners and _log.isEnabledFor(logging.DEBUG)
+        )
 
     def emit(self, event: InboxEvent) -> None:
         for listener in self._listeners:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
-import msgspec
-
 from onceward.errors import TryLater
+from onceward.store import Done
 
 
 class Flights:
@@ -28,6 +27,14 @@ class Flights:
             del self._flying[digest]
             mine.set_result(None)
 
+    def enter_free(self, digests: Iterable[bytes]) -> Flight:
+        """Those of them that nobody in this process works on, all in one flight. Waits for nothing."""
+        return Flight(self._flying, [digest for digest in digests if digest not in self._flying])
+
+    def landing(self, digests: Iterable[bytes]) -> list[asyncio.Future[None]]:
+        """What to wait for until one of them is free."""
+        return [self._flying[digest] for digest in digests if digest in self._flying]
+
     async def _wait_for(self, digest: bytes, wait: float) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait
@@ -38,15 +45,23 @@ class Flights:
                 raise in_flight(wait)
 
 
+class Flight:
+    """Several identities that are worked on together."""
+
+    def __init__(self, flying: dict[bytes, asyncio.Future[None]], digests: list[bytes]) -> None:
+        self._flying = flying
+        self._landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.digests = frozenset(digests)
+        flying.update(dict.fromkeys(digests, self._landed))
+
+    def land(self) -> None:
+        for digest in self.digests:
+            del self._flying[digest]
+        self._landed.set_result(None)
+
+
 def in_flight(wait: float) -> TryLater:
     return TryLater(reason="in_flight", text=f"another runner has this message; waited {wait:g} s for it")
-
-
-class Done(msgspec.Struct, frozen=True):
-    """What a duplicate is answered with: the hash to compare, and the result as it was stored."""
-
-    payload_hash: bytes
-    result: bytes | None
 
 
 class Cache:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -112,6 +113,14 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
         registered = self.router.find(message.type)
         strategy = keys.of(key) if key else (registered.key if registered and registered.key else self.key)
         return Identity(self.consumer, self.tenant(message), strategy.scope(message), keys.check(strategy(message)))
+
+    def lane_of(self, message: Message[Any]) -> tuple[str, str] | None:
+        """The lane of a message that nobody handles, as far as it can be known."""
+        with suppress(Exception):
+            identity = self.identity_of(message)
+            lane = self.lane(message, identity.key)
+            return None if lane is None else (identity.tenant, lane)
+        return None
 
     def _payload_hash(self, message: Message[Any], payload: bytes | None) -> bytes:
         """Of what makes two payloads the same: the fingerprint, else the bytes as they came, else sorted JSON."""

@@ -11,7 +11,7 @@ compare-and-set on (state, attempts, started).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import Any, Protocol, TypeVar
@@ -46,6 +46,21 @@ class Found(msgspec.Struct, frozen=True):
 
     record: Record
     now: datetime
+
+
+class Done(msgspec.Struct, frozen=True):
+    """What a duplicate is answered with: the hash to compare, and the result as it was stored."""
+
+    payload_hash: bytes | None
+    result: bytes | None
+
+
+class Closing(msgspec.Struct, frozen=True):
+    """The closing write of one of many; the result is JSON."""
+
+    identity: Identity
+    result: bytes | None
+    duration_ms: float | None
 
 
 class InFlight(Exception):
@@ -91,6 +106,28 @@ class Unit(Protocol[Tx_co]):
     def is_conflict(self, error: BaseException) -> bool:
         """A serialization failure or deadlock, which says nothing about the message."""
 
+    # Many messages in one transaction: claim_many, [find_many, take], handlers, [unclaim], [complete_many], commit.
+
+    @property
+    def stands(self) -> bool:
+        """As far as is known without asking the database: the transaction is open, and nobody has ended it."""
+
+    async def claim_many(self, records: Sequence[Record]) -> set[bytes]:
+        """Begin, and insert the records in the order of their identities, so that two batches cannot wait for each
+        other. The digests of those that are new and ours; the others exist, or another transaction has them."""
+
+    async def find_done(self, identities: Sequence[Identity]) -> dict[bytes, Done]:
+        """In the open transaction: those that are processed, by digest."""
+
+    async def find_many(self, identities: Sequence[Identity]) -> dict[bytes, Found]:
+        """In the open transaction: the records that exist, by digest."""
+
+    async def unclaim(self, identities: Sequence[Identity]) -> None:
+        """Remove claims of this transaction, of messages that do not run in it after all."""
+
+    async def complete_many(self, closings: Sequence[Closing]) -> None:
+        """The closing write of several."""
+
     # Each of these is a transaction of its own, on the same connection, outside of the claim's.
 
     async def find(self, identity: Identity) -> Found | None:
@@ -112,6 +149,18 @@ class Unit(Protocol[Tx_co]):
 
     async def bury(self, record: Record, failure: Failure, *, over: tuple[State, ...]) -> Record | None:
         """Make it a dead letter without counting an attempt, if it is new or in one of the states `over`."""
+
+    async def look_done(self, identities: Sequence[Identity]) -> dict[bytes, Done]:
+        """Those that are processed and committed, by digest. What is missing here may still not be called new."""
+
+    async def look_many(self, identities: Sequence[Identity]) -> dict[bytes, Found]:
+        """The committed records, by digest."""
+
+    async def repair(
+        self, *, unclaim: Sequence[Identity], complete: Sequence[Closing], bury: Sequence[tuple[Record, Failure]]
+    ) -> None:
+        """After a handler has committed a batch in its middle: remove the claims of what did not run, close what
+        ran, and make dead letters of what nobody can know."""
 
     async def sweep(self, consumer: str, older: float, batch: int) -> int | None:
         """Delete a batch of processed records older than so many seconds. None: another sweeper is at it."""

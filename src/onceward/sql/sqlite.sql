@@ -118,3 +118,11 @@ INSERT INTO onceward_schema (version, name) VALUES (:version, :name)
 -- BEGIN IMMEDIATE already holds the write lock.
 -- name: schema_lock
 SELECT 1
+
+-- For many messages at once these are said once for each: there is no trip to save.
+-- name: find_done
+SELECT identity AS digest, payload_hash, result FROM onceward_records
+WHERE identity = :identity AND state = 'processed'
+
+-- name: unclaim
+DELETE FROM onceward_records WHERE identity = :identity AND state = 'processed'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -15,7 +15,7 @@ from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.sql.dialect import Dialect, Migration, migrations
 from onceward.sql.plan import Plan
-from onceward.store import Found, InFlight
+from onceward.store import Closing, Done, Found, InFlight
 
 
 def claim(dialect: Dialect, record: Record) -> Plan[Found | None]:
@@ -116,6 +116,151 @@ def sweep(dialect: Dialect, consumer: str, older: float, batch: int) -> Plan[int
         return None
     swept = yield dialect("sweep", {"consumer": consumer, "older": round(older, 3), "batch": batch})
     return swept.changed
+
+
+# --- many at once -------------------------------------------------------------------------------------------
+
+
+class _Claim(msgspec.Struct, omit_defaults=True):
+    """One line of a claim of many, as JSON."""
+
+    identity: str
+    lock: int
+    consumer: str
+    tenant: str
+    scope: str
+    key: str
+    type: str
+    message_id: str | None = None
+    """Where it is not the key."""
+    source: str = ""
+    topic: str = ""
+    origin: str | None = None
+    payload_hash: bytes | None = None
+    handler: str | None = None
+    host: str | None = None
+    occurred_at: datetime | None = None
+    stream: str | None = None
+    position: int | None = None
+
+
+class _Closing(msgspec.Struct):
+    identity: str
+    result: str | None
+    """JSON in JSON: a text that says \\u0000 must not be understood on its way."""
+    duration_ms: float | None
+
+
+def claim_many(dialect: Dialect, records: Sequence[Record]) -> Plan[set[bytes]]:
+    """Sorted, so that two batches claim what they share in the same order. The digests of those that are new."""
+    records = sorted(records, key=_digest_of)
+    if dialect.sets:
+        claims = [_claim_line(record) for record in records]
+        result = yield dialect("claim_many", {"claims": msgspec.json.encode(claims).decode()})
+        digests: bytes = result.rows[0]["digests"] or b""
+        return {digests[at : at + 16] for at in range(0, len(digests), 16)}
+    new = set()
+    for record in records:
+        inserted = yield dialect("claim", _params(dialect, record))
+        if inserted.changed == 1:
+            new.add(record.identity.digest)
+    return new
+
+
+def _digest_of(record: Record) -> bytes:
+    return record.identity.digest
+
+
+def _claim_line(record: Record) -> _Claim:
+    identity = record.identity
+    digest = identity.digest
+    key, message_id = identity.key, record.message_id
+    return _Claim(
+        digest.hex(),
+        int.from_bytes(digest[:8], "big", signed=True),
+        identity.consumer,
+        identity.tenant,
+        identity.scope,
+        key,
+        record.type,
+        None if message_id == key else message_id,
+        record.source,
+        record.topic,
+        record.origin,
+        record.payload_hash,
+        record.handler,
+        record.host,
+        record.occurred_at,
+        record.stream,
+        record.position,
+    )
+
+
+def find_done(dialect: Dialect, identities: Sequence[Identity]) -> Plan[dict[bytes, Done]]:
+    rows = yield from _rows_of(dialect, "find_done", "find_done", identities)
+    return {
+        bytes(row["digest"]): Done(row["payload_hash"], None if row["result"] is None else row["result"].encode())
+        for row in rows
+    }
+
+
+def find_many(dialect: Dialect, identities: Sequence[Identity]) -> Plan[dict[bytes, Found]]:
+    rows = yield from _rows_of(dialect, "find_many", "find", identities)
+    found = (Found(record_of(row), moment_of(row["now"])) for row in rows)
+    return {one.record.identity.digest: one for one in found}
+
+
+def _rows_of(dialect: Dialect, many: str, each: str, identities: Sequence[Identity]) -> Plan[list[Mapping[str, Any]]]:
+    if dialect.sets:
+        result = yield dialect(many, _all(identities))
+        return list(result.rows)
+    rows: list[Mapping[str, Any]] = []
+    for identity in identities:
+        result = yield dialect(each, _identity(dialect, identity))
+        rows.extend(result.rows)
+    return rows
+
+
+def _all(identities: Sequence[Identity]) -> dict[str, Any]:
+    return {"identities": ",".join([identity.digest.hex() for identity in identities])}
+
+
+def unclaim(dialect: Dialect, identities: Sequence[Identity]) -> Plan[None]:
+    if dialect.sets:
+        yield dialect("unclaim", _all(identities))
+        return
+    for identity in identities:
+        yield dialect("unclaim", _identity(dialect, identity))
+
+
+def complete_many(dialect: Dialect, closings: Sequence[Closing]) -> Plan[None]:
+    lines = [
+        _Closing(one.identity.digest.hex(), None if one.result is None else one.result.decode(), one.duration_ms)
+        for one in closings
+    ]
+    if dialect.sets:
+        completed = yield dialect("complete_many", {"closings": msgspec.json.encode(lines).decode()})
+        changed = completed.changed
+    else:
+        changed = 0
+        for one, line in zip(closings, lines, strict=True):
+            params = {"result": line.result, "extra": None, "duration_ms": line.duration_ms}
+            completed = yield dialect("complete", _identity(dialect, one.identity) | params)
+            changed += completed.changed
+    if changed != len(lines):
+        raise HandlerEndedTransaction("a claim is gone: a handler removed it, or changed where tables are found")
+
+
+def repair(
+    dialect: Dialect, remove: Sequence[Identity], close: Sequence[Closing], dead: Sequence[tuple[Record, Failure]]
+) -> Plan[None]:
+    if remove:
+        yield from unclaim(dialect, remove)
+    if close:
+        yield from complete_many(dialect, close)
+    over = (*from_states(Change.FAIL), State.PROCESSED)
+    for record, failure in dead:
+        yield from fail(dialect, record, failure, state=State.DEAD, over=over, counted=False)
 
 
 def version(dialect: Dialect) -> Plan[int]:
