@@ -38,6 +38,7 @@ from onceward.retry import RetryPolicy
 from onceward.settle import CONFLICTS, Settler
 from onceward.store import Conflict, Done, Unit
 from onceward.together import HookFailed, Lanes, Segment, Slot, busy, comes_again, settle_done
+from onceward.work import Work
 
 Tx = TypeVar("Tx")
 
@@ -46,6 +47,8 @@ LARGEST = 5_000
 
 MOSTLY = 0.5
 """Share of duplicates in recent batches from which on it pays to look before claiming."""
+
+Maker = Callable[[Message[Any], "str | None"], Work]
 
 _IGNORED: Outcome[Any] = Outcome(Kind.IGNORED)
 
@@ -127,26 +130,19 @@ class Batcher(Generic[Tx]):
 
     def _take_in(self, call: Call) -> _Taken:
         batch = _Taken(call, [None] * len(call.messages), Lanes())
-        handlers: dict[str, Handler | None] = {}
+        makers: dict[str, Maker | None] = {}
         firsts: dict[bytes, Slot] = {}
-        cache, make, origins = self._settler.cache, self._intake.work, call.origins
+        cache, origins, slots = self._settler.cache, call.origins, batch.slots
         for place, message in enumerate(call.messages):
             try:
-                if message.type not in handlers:
-                    handlers[message.type] = self._handler(call, message)
-                handler = handlers[message.type]
-                if handler is None:
+                if message.type not in makers:
+                    makers[message.type] = self._maker(call, message)
+                make = makers[message.type]
+                if make is None:
                     self._say(batch, events.Ignored, message)
                     batch.outcomes[place] = _IGNORED
                     continue
-                work = make(
-                    message,
-                    handler,
-                    key=call.key,
-                    retry=call.retry,
-                    origin=None if origins is None else origins[place],
-                    redelivered=call.redelivered,
-                )
+                work = make(message, None if origins is None else origins[place])
             except Exception as error:  # noqa: BLE001 - also what a strategy of the user raises
                 batch.outcomes[place] = self._cannot_be_kept(batch, place, error)
                 continue
@@ -160,13 +156,17 @@ class Batcher(Generic[Tx]):
                 continue
             else:
                 firsts[digest] = slot
-            batch.slots.append(slot)
+            slots.append(slot)
         return batch
 
-    def _handler(self, call: Call, message: Message[Any]) -> Handler | None:
+    def _maker(self, call: Call, message: Message[Any]) -> Maker | None:
         if call.bulk is not None:
-            return call.bulk.of_one(self._intake.router.find(message.type))
-        return self._intake.handler_for(message, call.given)
+            handler: Handler | None = call.bulk.of_one(self._intake.router.find(message.type))
+        else:
+            handler = self._intake.handler_for(message, call.given)
+        if handler is None:
+            return None
+        return self._intake.maker(message.type, handler, key=call.key, retry=call.retry, redelivered=call.redelivered)
 
     def _cannot_be_kept(self, batch: _Taken, place: int, error: Exception) -> Outcome[Any]:
         message = batch.call.messages[place]
@@ -237,8 +237,11 @@ class Batcher(Generic[Tx]):
             # Each commits that it starts. One that kills the process must not take the others' tries with it.
             return [[slot] for slot in slots]
         groups: dict[str, list[Slot]] = {}
-        for slot in slots:
-            groups.setdefault(slot.work.identity.tenant if self._settler.has_hook else "", []).append(slot)
+        if self._settler.has_hook:
+            for slot in slots:
+                groups.setdefault(slot.work.identity.tenant, []).append(slot)
+        else:
+            groups[""] = slots
         return [group[at : at + LARGEST] for group in groups.values() for at in range(0, len(group), LARGEST)]
 
     async def _look(self, segment: list[Slot]) -> None:

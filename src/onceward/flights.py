@@ -74,7 +74,7 @@ class Cache:
         self._done: OrderedDict[bytes, Done] = OrderedDict()
 
     def get(self, digest: bytes) -> Done | None:
-        done = self._done.get(digest)
+        done = self._done.get(digest) if self._done else None
         if done is not None:
             self._done.move_to_end(digest)
         return done

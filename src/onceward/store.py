@@ -48,14 +48,14 @@ class Found(msgspec.Struct, frozen=True):
     now: datetime
 
 
-class Done(msgspec.Struct, frozen=True):
+class Done(msgspec.Struct, frozen=True, gc=False):
     """What a duplicate is answered with: the hash to compare, and the result as it was stored."""
 
     payload_hash: bytes | None
     result: bytes | None
 
 
-class Closing(msgspec.Struct, frozen=True):
+class Closing(msgspec.Struct, frozen=True, gc=False):
     """The closing write of one of many; the result is JSON."""
 
     identity: Identity

@@ -8,7 +8,9 @@ through `onceward.attempt`, so only a message that fails alone burns an attempt.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import isawaitable
 from time import perf_counter
+from types import CoroutineType
 from typing import Any
 
 import msgspec
@@ -216,14 +218,12 @@ class Segment:
         token = None
         try:
             for slot in self._slots:
-                if not await self._admits(slot):
+                if not (_is_plain(slot) or await self._admits(slot)):
                     continue
                 work = slot.work
-                run = Current(work.identity, work.handler.name, _number(slot), work.redelivered, work.origin)
-                if token is None:
-                    token = enter(run)
-                else:
-                    enter(run)
+                run = Current(work.identity, work.handler.shape.name, _number(slot), work.redelivered, work.origin)
+                before = enter(run)
+                token = token or before
                 self._ran.append(slot)
                 try:
                     await self._run(slot, tx)
@@ -242,10 +242,15 @@ class Segment:
 
     async def _run(self, slot: Slot, tx: Any) -> None:
         work, began = slot.work, perf_counter()
-        if await _seen_before(slot, tx):
+        handler, message = work.handler, work.message
+        if work.seen_before is not None and await _seen_before(slot, tx):
             result = None
         else:
-            result = await work.handler.run(work.handler.decoded(work.message), tx)
+            if handler.payload is not None:
+                message = handler.decoded(message)
+            result = handler.function(message, tx) if handler.shape.wants_tx else handler.function(message)
+            if type(result) is CoroutineType or isawaitable(result):
+                result = await result
         slot.result = result
         slot.encoded = None if result is None else codec.encode(result, "result", ResultInvalid)
         slot.duration_ms = (perf_counter() - began) * 1000
@@ -254,12 +259,13 @@ class Segment:
         tx, began = self._unit.tx, perf_counter()
         messages, wrong = [], []
         for slot in self._slots:
-            if not await self._admits(slot):
+            if not (_is_plain(slot) or await self._admits(slot)):
                 continue
+            work = slot.work
             self._ran.append(slot)
             try:
-                if not await _seen_before(slot, tx):
-                    messages.append(slot.work.handler.decoded(slot.work.message))
+                if work.seen_before is None or not await _seen_before(slot, tx):
+                    messages.append(work.handler.decoded(work.message))
             except Exception:  # noqa: BLE001 - it does not decode; alone it is told what is wrong
                 wrong.append(slot)
         if wrong:
@@ -420,6 +426,17 @@ def _judge(slot: Slot, found: Found | None) -> Decision | None:
     except PayloadMismatch as error:
         slot.outcome = Outcome(Kind.FAILED, error=error)
     return decision
+
+
+def _is_plain(slot: Slot) -> bool:
+    """New, and nothing stands in its way: nearly every message is."""
+    return (
+        slot.lane is None
+        and slot.outcome is None
+        and slot.before is None
+        and not slot.waits
+        and not slot.work.message.depends_on
+    )
 
 
 def _number(slot: Slot) -> int:

@@ -121,7 +121,7 @@ def sweep(dialect: Dialect, consumer: str, older: float, batch: int) -> Plan[int
 # --- many at once -------------------------------------------------------------------------------------------
 
 
-class _Claim(msgspec.Struct, omit_defaults=True):
+class _Claim(msgspec.Struct, omit_defaults=True, gc=False):
     """One line of a claim of many, as JSON."""
 
     identity: str
@@ -144,7 +144,7 @@ class _Claim(msgspec.Struct, omit_defaults=True):
     position: int | None = None
 
 
-class _Closing(msgspec.Struct):
+class _Closing(msgspec.Struct, gc=False):
     identity: str
     result: str | None
     """JSON in JSON: a text that says \\u0000 must not be understood on its way."""
