@@ -240,7 +240,7 @@ def a_topic_in_the_scope(patch: pytest.MonkeyPatch) -> None:
 
 
 def claims_are_not_sorted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verbs, "_digest_of", lambda _record: b"")
+    patch.setattr(together, "BY_DIGEST", lambda _slot: b"")
 
 
 def a_lane_goes_on_after_a_failure(patch: pytest.MonkeyPatch) -> None:

@@ -254,8 +254,8 @@ class Batcher(Generic[Tx]):
         for slot in open_:
             done = found.get(slot.digest)
             if done is not None:
-                self._remember(slot, done)
                 settle_done(slot, done)
+        self._settler.cache.put_all(found.items())
 
     def _note_duplicates(self, slots: list[Slot]) -> None:
         share = sum(slot.outcome is not None and slot.outcome.kind is Kind.DUPLICATE for slot in slots) / len(slots)
@@ -293,9 +293,7 @@ class Batcher(Generic[Tx]):
     async def _together(self, part: list[Slot], batch: _Taken) -> list[list[Slot]]:
         async with self._unit(part[0].work.message) as unit:
             left = await Segment(unit, part, batch.lanes, batch.call.bulk).work()
-        for slot in part:
-            if slot.done is not None:
-                self._remember(slot, slot.done)
+        self._settler.cache.put_all([(slot.digest, slot.done) for slot in part if slot.done is not None])
         return left
 
     def _unit(self, message: Message[Any]) -> AbstractAsyncContextManager[Unit[Tx]]:
@@ -318,10 +316,6 @@ class Batcher(Generic[Tx]):
             slot.outcome = Outcome(Kind.FAILED, error=error)
         if comes_again(slot.outcome):
             lanes.stop(slot)
-
-    def _remember(self, slot: Slot, done: Done) -> None:
-        if done.payload_hash is not None:
-            self._settler.cache.put(slot.digest, done)
 
     # --- events ---------------------------------------------------------------------------------------------
 

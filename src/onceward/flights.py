@@ -82,6 +82,15 @@ class Cache:
     def clear(self) -> None:
         self._done.clear()
 
+    def put_all(self, known: Iterable[tuple[bytes, Done]]) -> None:
+        if self._size <= 0:
+            return
+        for digest, done in known:
+            if done.payload_hash is not None and (done.result is None or len(done.result) <= self.LARGEST_RESULT):
+                self._done[digest] = done
+        while len(self._done) > self._size:
+            self._done.popitem(last=False)
+
     def put(self, digest: bytes, done: Done) -> None:
         if self._size <= 0 or (done.result is not None and len(done.result) > self.LARGEST_RESULT):
             return

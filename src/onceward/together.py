@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from inspect import isawaitable
+from operator import attrgetter
 from time import perf_counter
 from types import CoroutineType
 from typing import Any
@@ -68,6 +69,10 @@ def busy(error: TryLater) -> Outcome[Any]:
 def comes_again(outcome: Outcome[Any]) -> bool:
     """It is not settled, so nothing of its lane may overtake it."""
     return outcome.verdict not in (Verdict.ACK, Verdict.REJECT)
+
+
+BY_DIGEST = attrgetter("digest")
+"""Batches that share messages claim them in the same order."""
 
 
 class Lanes:
@@ -159,7 +164,8 @@ class Segment:
     async def _claim(self) -> list[Slot]:
         """Those whose tries are used up come back: they are for the single path."""
         slots = self._slots
-        self._new = new = await self._unit.claim_many([slot.work.draft() for slot in slots])
+        in_order = sorted(slots, key=BY_DIGEST)
+        self._new = new = await self._unit.claim_many([slot.work.draft() for slot in in_order])
         if len(new) == len(slots):
             return []
         rest = [slot for slot in slots if slot.digest not in new]
@@ -308,15 +314,14 @@ class Segment:
     def _settle(self, slots: Iterable[Slot]) -> None:
         """They are committed."""
         for slot in slots:
-            work, before = slot.work, slot.before
-            slot.done = Done(work.payload_hash, slot.encoded)
-            slot.outcome = Outcome(
-                Kind.DUPLICATE if slot.seen_before else Kind.PROCESSED,
-                slot.result,
-                before is not None and is_mismatch(work, before.payload_hash),
-                attempts=_number(slot),
-                duration_ms=slot.duration_ms,
-            )
+            before, payload_hash = slot.before, slot.work.payload_hash
+            slot.done = Done(payload_hash, slot.encoded)
+            kind = Kind.DUPLICATE if slot.seen_before else Kind.PROCESSED
+            mismatch, number = False, 1
+            if before is not None:
+                mismatch, number = is_mismatch(slot.work, before.payload_hash), before.attempts + 1
+            # kind, result, mismatch, error, retry_at, record, attempts, duration_ms
+            slot.outcome = Outcome(kind, slot.result, mismatch, None, None, None, number, slot.duration_ms)
 
     async def _undo(self, error: BaseException, culprits: list[Slot] | None) -> list[list[Slot]]:
         """Nothing stands, or it is repaired; what is left to be done."""

@@ -24,9 +24,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     handler: Handler
     payload_hash: bytes
     lane: str | None = None
-    payload: msgspec.Raw | None = None
+    payload: bytes | None = None
     """The payload and headers as JSON, from before the handler could change them."""
-    headers: msgspec.Raw | None = None
+    headers: bytes | None = None
     retry: RetryPolicy | None = None
     origin: str | None = None
     redelivered: bool = False
@@ -54,7 +54,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             state=State.PROCESSED,
             started=self.marked,
             payload_hash=self.payload_hash,
-            handler=self.handler.name,
+            handler=self.handler.shape.name,
             host=self.host,
             occurred_at=message.occurred_at,
             stream=message.stream,
@@ -66,9 +66,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         message = self.message
         return msgspec.structs.replace(
             self.draft(),
-            payload=self.payload,
+            payload=None if self.payload is None else msgspec.Raw(self.payload),
             body=message.body,
-            headers=self.headers,
+            headers=None if self.headers is None else msgspec.Raw(self.headers),
             depends_on=message.depends_on,
             duration_ms=duration_ms,
         )
@@ -77,11 +77,11 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         """For another run: a handler that changed its payload must not find the change."""
         if self.payload is None or self._payload_as_it_came():
             return self
-        payload = codec.decode(bytes(self.payload))
+        payload = codec.decode(self.payload)
         return msgspec.structs.replace(self, message=msgspec.structs.replace(self.message, payload=payload))
 
     def _payload_as_it_came(self) -> bool:
         try:
-            return codec.encode(self.message.payload) == bytes(self.payload or b"")
+            return codec.encode(self.message.payload) == self.payload
         except PayloadInvalid:  # the handler put something into it that is no JSON
             return False
