@@ -183,9 +183,13 @@ class Batcher(Generic[Tx]):
     async def _work_off(self, batch: _Taken) -> None:
         loop = asyncio.get_running_loop()
         deadline, pause, tries = loop.time() + self._settler.wait, 0.005, 0
-        left = [slot for slot in batch.slots if slot.outcome is None]
+        asked = left = [slot for slot in batch.slots if slot.outcome is None]
         while left:
-            await self._pass(batch, left, first=tries == 0)
+            # What another runner had before is most likely done by now.
+            if (self._duplicates > MOSTLY or tries) and len(left) > 1:
+                await self._look(left)
+                left = [slot for slot in left if slot.outcome is None]
+            await self._pass(batch, left)
             left = [slot for slot in left if slot.outcome is None]
             tries += 1
             if left and tries > 1 and loop.time() + pause > deadline:
@@ -193,10 +197,12 @@ class Batcher(Generic[Tx]):
                     text = "a message before it in its lane is with another runner"
                     behind = TryLater(reason="blocked", text=text)
                     slot.outcome = busy(behind if slot.waits == "lane" else in_flight(self._settler.wait))
-                return
+                left = []
             if left:
                 await self._pause(left, pause * (0.5 + random.random()))  # noqa: S311 - jitter
                 pause = min(pause * 2, 0.25)
+        if asked:
+            self._note_duplicates(asked)
 
     async def _pause(self, left: list[Slot], seconds: float) -> None:
         """Holding nothing. A runner of this process can be waited for."""
@@ -206,56 +212,52 @@ class Batcher(Generic[Tx]):
         else:
             await asyncio.sleep(seconds)
 
-    async def _pass(self, batch: _Taken, slots: list[Slot], *, first: bool) -> None:
+    async def _pass(self, batch: _Taken, slots: list[Slot]) -> None:
+        if not slots:
+            return
         batch.lanes.let_go()
-        flight = self._settler.flights.enter_free(slot.digest for slot in slots)
+        flight = self._settler.flights.enter_free([slot.digest for slot in slots])
         try:
             for slot in slots:
                 slot.waits = ""
                 if slot.digest not in flight.digests:
                     slot.waits = "flight"
                     batch.lanes.hold(slot)
-                elif not first:
-                    self._ask_cache(slot)
             for segment in self._segments(batch.call, slots):
-                if first and self._duplicates > MOSTLY and len(segment) > 1:
-                    await self._look(segment)
                 await self._work_off_segment(batch, segment)
-            if first:
-                self._note_duplicates(slots)
         finally:
             flight.land()
-
-    def _ask_cache(self, slot: Slot) -> None:
-        done = self._settler.cache.get(slot.digest)
-        if done is not None:
-            settle_done(slot, done)
 
     def _segments(self, call: Call, slots: list[Slot]) -> list[list[Slot]]:
         """What shares a transaction: all, or with `on_begin` those of one tenant."""
         if call.redelivered and any(slot.work.retry is not None for slot in slots):
             # Each commits that it starts. One that kills the process must not take the others' tries with it.
             return [[slot] for slot in slots]
-        groups: dict[str, list[Slot]] = {}
-        if self._settler.has_hook:
-            for slot in slots:
-                groups.setdefault(slot.work.identity.tenant, []).append(slot)
-        else:
-            groups[""] = slots
-        return [group[at : at + LARGEST] for group in groups.values() for at in range(0, len(group), LARGEST)]
+        return [group[at : at + LARGEST] for group in self._groups(slots) for at in range(0, len(group), LARGEST)]
 
-    async def _look(self, segment: list[Slot]) -> None:
+    def _groups(self, slots: list[Slot]) -> list[list[Slot]]:
+        if not self._settler.has_hook:
+            return [slots]
+        groups: dict[str, list[Slot]] = {}
+        for slot in slots:
+            groups.setdefault(slot.work.identity.tenant, []).append(slot)
+        return list(groups.values())
+
+    async def _look(self, slots: list[Slot]) -> None:
         """Most will be duplicates, and a plain read can say so. It cannot say "new": what it misses is claimed."""
-        open_ = [slot for slot in segment if slot.outcome is None and not slot.waits]
-        if not open_:
-            return
-        async with self._settler.unit(open_[0].work.message, read_only=True) as unit:
-            found = await unit.look_done([slot.work.identity for slot in open_])
-        for slot in open_:
-            done = found.get(slot.digest)
-            if done is not None:
-                settle_done(slot, done)
-        self._settler.cache.put_all(found.items())
+        for group in self._groups(slots):
+            try:
+                async with self._settler.unit(group[0].work.message, read_only=True) as unit:
+                    found = await unit.look_done([slot.work.identity for slot in group])
+            except StoreError:
+                raise
+            except Exception:  # noqa: BLE001, S112 - busy, or `on_begin` raised: the claim will hear it too
+                continue
+            for slot in group:
+                done = found.get(slot.digest)
+                if done is not None:
+                    settle_done(slot, done)
+            self._settler.cache.put_all(found.items())
 
     def _note_duplicates(self, slots: list[Slot]) -> None:
         share = sum(slot.outcome is not None and slot.outcome.kind is Kind.DUPLICATE for slot in slots) / len(slots)

@@ -113,9 +113,9 @@ class Unit(Protocol[Tx_co]):
         """As far as is known without asking the database: the transaction is open, and nobody has ended it."""
 
     async def claim_many(self, records: Sequence[Record]) -> set[bytes]:
-        """Begin, and insert the records in their order, which is that of their digests: so two batches that share
-        messages cannot wait for each other. The digests of those that are new and ours; the others exist, or another
-        transaction has them."""
+        """Begin, and insert the records, all of one consumer and host, in their order. That is the order of digests:
+        so two batches that share messages cannot wait for each other. The digests of those that are new and ours;
+        the others exist, or another transaction has them."""
 
     async def find_done(self, identities: Sequence[Identity]) -> dict[bytes, Done]:
         """In the open transaction: those that are processed, by digest."""

@@ -61,6 +61,11 @@ class Slot(msgspec.Struct, eq=False):
     duration_ms: float = 0.0
     seen_before: bool = False
 
+    @property
+    def is_free(self) -> bool:
+        """It has no lane, and waits for nobody."""
+        return self.lane is None and not self.work.message.depends_on
+
 
 def busy(error: TryLater) -> Outcome[Any]:
     return Outcome(Kind.BUSY, error=error, retry_at=error.retry_at)
@@ -219,12 +224,12 @@ class Segment:
     # --- the handlers ---------------------------------------------------------------------------------------
 
     async def _run_each(self) -> None:
-        unit = self._unit
+        unit, all_new = self._unit, len(self._new) == len(self._slots)
         tx = unit.tx
         token = None
         try:
             for slot in self._slots:
-                if not (_is_plain(slot) or await self._admits(slot)):
+                if not ((all_new and slot.is_free) or await self._admits(slot)):
                     continue
                 work = slot.work
                 run = Current(work.identity, work.handler.shape.name, _number(slot), work.redelivered, work.origin)
@@ -263,15 +268,16 @@ class Segment:
 
     async def _run_bulk(self, bulk: BulkHandler) -> None:
         tx, began = self._unit.tx, perf_counter()
+        all_new = len(self._new) == len(self._slots)
         messages, wrong = [], []
         for slot in self._slots:
-            if not (_is_plain(slot) or await self._admits(slot)):
+            if not ((all_new and slot.is_free) or await self._admits(slot)):
                 continue
             work = slot.work
             self._ran.append(slot)
             try:
                 if work.seen_before is None or not await _seen_before(slot, tx):
-                    messages.append(work.handler.decoded(work.message))
+                    messages.append(work.message if bulk.shape.payload is None else work.handler.decoded(work.message))
             except Exception:  # noqa: BLE001 - it does not decode; alone it is told what is wrong
                 wrong.append(slot)
         if wrong:
@@ -431,17 +437,6 @@ def _judge(slot: Slot, found: Found | None) -> Decision | None:
     except PayloadMismatch as error:
         slot.outcome = Outcome(Kind.FAILED, error=error)
     return decision
-
-
-def _is_plain(slot: Slot) -> bool:
-    """New, and nothing stands in its way: nearly every message is."""
-    return (
-        slot.lane is None
-        and slot.outcome is None
-        and slot.before is None
-        and not slot.waits
-        and not slot.work.message.depends_on
-    )
 
 
 def _number(slot: Slot) -> int:

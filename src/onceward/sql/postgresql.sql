@@ -145,13 +145,13 @@ WITH claimed AS (
         identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts,
         payload_hash, handler, host, processed_at, occurred_at, stream, position)
     SELECT
-        identity, consumer, tenant, scope, key, coalesce(message_id, key), type, coalesce(source, ''),
+        identity, :consumer::text, tenant, scope, key, coalesce(message_id, key), type, coalesce(source, ''),
         coalesce(topic, ''), origin, 'processed', 1,
-        decode(payload_hash, 'base64'), handler, host, now(), occurred_at, stream, position
+        decode(payload_hash, 'base64'), handler, :host::text, now(), occurred_at, stream, position
     FROM json_to_recordset(:claims::text::json) AS claims(
-        identity uuid, lock bigint, consumer text, tenant text, scope text, key text, message_id text, type text,
-        source text, topic text, origin text, payload_hash text, handler text, host text, occurred_at timestamptz,
-        stream text, position bigint)
+        identity uuid, lock bigint, tenant text, scope text, key text, message_id text, type text, source text,
+        topic text, origin text, payload_hash text, handler text, occurred_at timestamptz, stream text,
+        position bigint)
     WHERE pg_try_advisory_xact_lock(lock)
     ON CONFLICT (identity) DO NOTHING
     RETURNING identity)

@@ -126,7 +126,6 @@ class _Claim(msgspec.Struct, omit_defaults=True, gc=False):
 
     identity: str
     lock: int
-    consumer: str
     tenant: str
     scope: str
     key: str
@@ -138,7 +137,6 @@ class _Claim(msgspec.Struct, omit_defaults=True, gc=False):
     origin: str | None = None
     payload_hash: bytes | None = None
     handler: str | None = None
-    host: str | None = None
     occurred_at: datetime | None = None
     stream: str | None = None
     position: int | None = None
@@ -152,10 +150,11 @@ class _Closing(msgspec.Struct, gc=False):
 
 
 def claim_many(dialect: Dialect, records: Sequence[Record]) -> Plan[set[bytes]]:
-    """They come sorted by identity. The digests of those that are new."""
+    """Of one consumer and host, and sorted by identity. The digests of those that are new."""
     if dialect.sets:
-        claims = [_claim_line(record) for record in records]
-        result = yield dialect("claim_many", {"claims": msgspec.json.encode(claims).decode()})
+        claims = msgspec.json.encode([_claim_line(record) for record in records]).decode()
+        one = records[0]
+        result = yield dialect("claim_many", {"claims": claims, "consumer": one.consumer, "host": one.host})
         digests: bytes = result.rows[0]["digests"] or b""
         return {digests[at : at + 16] for at in range(0, len(digests), 16)}
     new = set()
@@ -173,7 +172,6 @@ def _claim_line(record: Record) -> _Claim:
     return _Claim(
         digest.hex(),
         int.from_bytes(digest[:8], "big", signed=True),
-        identity.consumer,
         identity.tenant,
         identity.scope,
         key,
@@ -184,7 +182,6 @@ def _claim_line(record: Record) -> _Claim:
         record.origin,
         record.payload_hash,
         record.handler,
-        record.host,
         record.occurred_at,
         record.stream,
         record.position,
