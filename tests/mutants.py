@@ -291,11 +291,11 @@ def a_look_answers_new(patch: pytest.MonkeyPatch) -> None:
         looked.add(True)
         return await original(self, identities)
 
-    async def claim_many(self: SqlUnit[Any], records: Any) -> set[bytes]:
+    async def claim_many(self: SqlUnit[Any], claims: Any, **of_all: Any) -> set[bytes]:
         if not looked:
-            return await claim(self, records)
+            return await claim(self, claims, **of_all)
         await self._session.begin()
-        return {record.identity.digest for record in records}
+        return {bytes.fromhex(one.identity) for one in claims}
 
     looked: set[bool] = set()
     original, claim = SqlUnit.look_done, SqlUnit.claim_many

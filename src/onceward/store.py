@@ -55,6 +55,29 @@ class Done(msgspec.Struct, frozen=True, gc=False):
     result: bytes | None
 
 
+class Claim(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """One of many records of runs that succeed, flat: its JSON is what is sent."""
+
+    identity: str
+    """16 bytes as hex."""
+    lock: int
+    """The first 8 of them as a number, for databases that lock numbers."""
+    tenant: str
+    scope: str
+    key: str
+    type: str
+    message_id: str | None = None
+    """Where it is not the key."""
+    source: str = ""
+    topic: str = ""
+    origin: str | None = None
+    payload_hash: bytes | None = None
+    handler: str | None = None
+    occurred_at: datetime | None = None
+    stream: str | None = None
+    position: int | None = None
+
+
 class Closing(msgspec.Struct, frozen=True, gc=False):
     """The closing write of one of many; the result is JSON."""
 
@@ -112,10 +135,10 @@ class Unit(Protocol[Tx_co]):
     def stands(self) -> bool:
         """As far as is known without asking the database: the transaction is open, and nobody has ended it."""
 
-    async def claim_many(self, records: Sequence[Record]) -> set[bytes]:
-        """Begin, and insert the records, all of one consumer and host, in their order. That is the order of digests:
-        so two batches that share messages cannot wait for each other. The digests of those that are new and ours;
-        the others exist, or another transaction has them."""
+    async def claim_many(self, claims: Sequence[Claim], *, consumer: str, host: str) -> set[bytes]:
+        """Begin, and insert the records in their order. That is the order of identities: so two batches that share
+        messages cannot wait for each other. The digests of those that are new and ours; the others exist, or
+        another transaction has them."""
 
     async def find_done(self, identities: Sequence[Identity]) -> dict[bytes, Done]:
         """In the open transaction: those that are processed, by digest."""

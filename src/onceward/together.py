@@ -170,7 +170,9 @@ class Segment:
         """Those whose tries are used up come back: they are for the single path."""
         slots = self._slots
         in_order = sorted(slots, key=BY_DIGEST)
-        self._new = new = await self._unit.claim_many([slot.work.draft() for slot in in_order])
+        one = slots[0].work
+        claims = [slot.work.claim() for slot in in_order]
+        self._new = new = await self._unit.claim_many(claims, consumer=one.identity.consumer, host=one.host)
         if len(new) == len(slots):
             return []
         rest = [slot for slot in slots if slot.digest not in new]

@@ -14,6 +14,7 @@ from onceward.identity import Identity
 from onceward.message import Message
 from onceward.record import Record, State
 from onceward.retry import RetryPolicy
+from onceward.store import Claim
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +60,28 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             occurred_at=message.occurred_at,
             stream=message.stream,
             position=message.position,
+        )
+
+    def claim(self) -> Claim:
+        """The same as a line of a claim of many."""
+        message, identity = self.message, self.identity
+        digest, key = identity.digest, identity.key
+        return Claim(
+            digest.hex(),
+            int.from_bytes(digest[:8], "big", signed=True),
+            identity.tenant,
+            identity.scope,
+            key,
+            message.type,
+            None if message.id == key else message.id,
+            message.source,
+            message.topic,
+            self.origin,
+            self.payload_hash,
+            self.handler.shape.name,
+            message.occurred_at,
+            message.stream,
+            message.position,
         )
 
     def whole(self, duration_ms: float | None = None) -> Record:

@@ -14,7 +14,7 @@ from onceward.sql import verbs
 from onceward.sql.dialect import DIALECTS, migrations, quoted
 from onceward.sql.driver import Driver, Session
 from onceward.sql.plan import Plan, inlined, run
-from onceward.store import Begin, Closing, Done, Features, Found
+from onceward.store import Begin, Claim, Closing, Done, Features, Found
 
 Tx = TypeVar("Tx")
 T = TypeVar("T")
@@ -189,8 +189,8 @@ class SqlUnit(Generic[Tx]):
     def stands(self) -> bool:
         return self._session.stands
 
-    async def claim_many(self, records: Sequence[Record]) -> set[bytes]:
-        return await self._start(verbs.claim_many(self._dialect, records))
+    async def claim_many(self, claims: Sequence[Claim], *, consumer: str, host: str) -> set[bytes]:
+        return await self._start(verbs.claim_many(self._dialect, claims, consumer, host))
 
     async def find_done(self, identities: Sequence[Identity]) -> dict[bytes, Done]:
         return await self._say(verbs.find_done(self._dialect, identities))

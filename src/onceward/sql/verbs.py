@@ -15,7 +15,7 @@ from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.sql.dialect import Dialect, Migration, migrations
 from onceward.sql.plan import Plan
-from onceward.store import Closing, Done, Found, InFlight
+from onceward.store import Claim, Closing, Done, Found, InFlight
 
 
 def claim(dialect: Dialect, record: Record) -> Plan[Found | None]:
@@ -121,27 +121,6 @@ def sweep(dialect: Dialect, consumer: str, older: float, batch: int) -> Plan[int
 # --- many at once -------------------------------------------------------------------------------------------
 
 
-class _Claim(msgspec.Struct, omit_defaults=True, gc=False):
-    """One line of a claim of many, as JSON."""
-
-    identity: str
-    lock: int
-    tenant: str
-    scope: str
-    key: str
-    type: str
-    message_id: str | None = None
-    """Where it is not the key."""
-    source: str = ""
-    topic: str = ""
-    origin: str | None = None
-    payload_hash: bytes | None = None
-    handler: str | None = None
-    occurred_at: datetime | None = None
-    stream: str | None = None
-    position: int | None = None
-
-
 class _Closing(msgspec.Struct, gc=False):
     identity: str
     result: str | None
@@ -149,43 +128,24 @@ class _Closing(msgspec.Struct, gc=False):
     duration_ms: float | None
 
 
-def claim_many(dialect: Dialect, records: Sequence[Record]) -> Plan[set[bytes]]:
-    """Of one consumer and host, and sorted by identity. The digests of those that are new."""
+def claim_many(dialect: Dialect, claims: Sequence[Claim], consumer: str, host: str) -> Plan[set[bytes]]:
+    """They come sorted by identity. The digests of those that are new."""
+    of_all = {"consumer": consumer, "host": host}
     if dialect.sets:
-        claims = msgspec.json.encode([_claim_line(record) for record in records]).decode()
-        one = records[0]
-        result = yield dialect("claim_many", {"claims": claims, "consumer": one.consumer, "host": one.host})
+        result = yield dialect("claim_many", {"claims": msgspec.json.encode(claims).decode(), **of_all})
         digests: bytes = result.rows[0]["digests"] or b""
         return {digests[at : at + 16] for at in range(0, len(digests), 16)}
     new = set()
-    for record in records:
-        inserted = yield dialect("claim", _params(dialect, record))
+    for claim in claims:
+        digest = bytes.fromhex(claim.identity)
+        inserted = yield dialect("claim", msgspec.structs.asdict(claim) | of_all | {
+            "identity": dialect.identity(digest),
+            "message_id": claim.message_id or claim.key,
+            "occurred_at": None if claim.occurred_at is None else dialect.moment(claim.occurred_at),
+        })  # fmt: skip
         if inserted.changed == 1:
-            new.add(record.identity.digest)
+            new.add(digest)
     return new
-
-
-def _claim_line(record: Record) -> _Claim:
-    identity = record.identity
-    digest = identity.digest
-    key, message_id = identity.key, record.message_id
-    return _Claim(
-        digest.hex(),
-        int.from_bytes(digest[:8], "big", signed=True),
-        identity.tenant,
-        identity.scope,
-        key,
-        record.type,
-        None if message_id == key else message_id,
-        record.source,
-        record.topic,
-        record.origin,
-        record.payload_hash,
-        record.handler,
-        record.occurred_at,
-        record.stream,
-        record.position,
-    )
 
 
 def find_done(dialect: Dialect, identities: Sequence[Identity]) -> Plan[dict[bytes, Done]]:
