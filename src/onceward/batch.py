@@ -124,7 +124,9 @@ class Batcher(Generic[Tx]):
             for twin, first in batch.twins:
                 twin.outcome = batch.outcomes[twin.place] = _follow(twin, first)
             self._tell(batch, failure, (perf_counter() - began) * 1000)
-        return [outcome for outcome in batch.outcomes if outcome is not None]
+        outcomes = [outcome for outcome in batch.outcomes if outcome is not None]
+        assert len(outcomes) == len(call.messages)  # noqa: S101 - one for each, or the caller would mix them up
+        return outcomes
 
     # --- intake ---------------------------------------------------------------------------------------------
 
