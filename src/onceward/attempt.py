@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from contextlib import suppress
+from datetime import datetime
 from time import perf_counter
 from typing import Any
 
@@ -30,10 +31,11 @@ from onceward.errors import (
     StoreUnavailable,
     TryLater,
 )
+from onceward.message import Position
 from onceward.outcome import Kind, Outcome
 from onceward.record import Change, Decision, Failure, Record, State, decide, from_states
 from onceward.shield import finish, wait_out
-from onceward.store import Conflict, Found, InFlight, Unit
+from onceward.store import Conflict, Done, Found, InFlight, Unit
 from onceward.work import Work
 
 MARK_TRIES = 3
@@ -96,8 +98,12 @@ async def _check_dependencies(unit: Unit[Any], work: Work) -> None:
         return
     missing = await unit.unmet(work.whole())
     if missing is not None:
-        text = f"it depends on position {missing.position} of {missing.stream!r}, which is not processed yet"
-        raise TryLater(reason="blocked", text=text)
+        raise blocked_by(missing)
+
+
+def blocked_by(missing: Position) -> TryLater:
+    text = f"it depends on position {missing.position} of {missing.stream!r}, which is not processed yet"
+    return TryLater(reason="blocked", text=text)
 
 
 async def _mark_start(unit: Unit[Any], work: Work) -> Outcome[Any] | None:
@@ -158,16 +164,20 @@ async def _judge(unit: Unit[Any], work: Work, found: Found) -> Outcome[Any] | No
         case Decision.ACCEPTED:
             return Outcome(Kind.ACCEPTED, mismatch=compare(work, record.payload_hash), record=record)
         case Decision.LATER:
-            raise TryLater(
-                (record.next_try_at - found.now).total_seconds() if record.next_try_at else None,
-                f"{record.attempts} attempts failed, the next is due at {record.next_try_at}",
-                reason="backoff",
-                retry_at=record.next_try_at,
-            )
+            raise too_early(record, found.now)
         case Decision.EXHAUSTED:
             return await _exhausted(unit, work, record)
         case Decision.DEAD:
             return dead_outcome(record, mismatch=compare(work, record.payload_hash))
+
+
+def too_early(record: Record, now: datetime) -> TryLater:
+    return TryLater(
+        (record.next_try_at - now).total_seconds() if record.next_try_at else None,
+        f"{record.attempts} attempts failed, the next is due at {record.next_try_at}",
+        reason="backoff",
+        retry_at=record.next_try_at,
+    )
 
 
 def compare(work: Work, payload_hash: bytes | None) -> bool:
@@ -181,6 +191,17 @@ def compare(work: Work, payload_hash: bytes | None) -> bool:
 
 def is_mismatch(work: Work, payload_hash: bytes | None) -> bool:
     return payload_hash is not None and payload_hash != work.payload_hash
+
+
+_DUPLICATE: Outcome[Any] = Outcome(Kind.DUPLICATE)
+
+
+def duplicate(work: Work, done: Done, *, mismatch: bool) -> Outcome[Any]:
+    """Told from what is known of the first run."""
+    if done.result is None and not mismatch:
+        return _DUPLICATE
+    result = None if done.result is None else work.handler.restored(codec.decode(done.result))
+    return Outcome(Kind.DUPLICATE, result=result, mismatch=mismatch)
 
 
 def dead_outcome(record: Record, *, mismatch: bool = False, kind: type[MessageDead] = MessageDead) -> Outcome[Any]:

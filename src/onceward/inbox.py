@@ -6,7 +6,7 @@ it, and settles it by the decision table of docs/guarantees.md. If it returns, a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any, Generic, Literal, TypeVar, overload
@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import msgspec
 
 from onceward import events, keys, lanes, tenants
+from onceward.batch import Batcher, Call, call_of
 from onceward.claim import Claim
 from onceward.errors import (
     AlreadyProcessed,
@@ -106,6 +107,7 @@ class Inbox(Generic[Tx]):
         self._retention = check_retention(retention)
         self._bus = events.Bus(tuple(listeners))
         self._settler = Settler(store, wait=wait, on_begin=on_begin, cache=cache)
+        self._batcher = Batcher(self._intake, self._settler, self._bus)
         self._open = False
         self._opening = LoopLock()
 
@@ -270,6 +272,50 @@ class Inbox(Generic[Tx]):
         if tx is not None:
             return await self._joined(work, self._settler.join(work, tx))
         return raised(await self._settle(work))
+
+    async def process_many(
+        self,
+        messages: Iterable[Message[Any]],
+        handler: Callable[..., Any] | None = None,
+        *,
+        key: KeyLike | None = None,
+        retry: RetryPolicy | None = None,
+        retention: timedelta | None = None,
+        redelivered: bool = False,
+        origins: Sequence[str | None] | None = None,
+    ) -> list[Outcome[Any]]:
+        """Many messages in one transaction, each with its own run of the handler and its own outcome, in their order.
+
+        Nothing is raised for one message: `outcome.verdict` says what to do with each. What concerns all is raised,
+        such as a database that is not there; what was committed before that stands, and is a duplicate next time.
+        """
+        asked = {"key": key, "retry": retry, "retention": retention, "redelivered": redelivered}
+        return await self._batch(call_of("process_many", messages, handler, origins=origins, **asked))
+
+    async def process_bulk(
+        self,
+        messages: Iterable[Message[Any]],
+        handler: Callable[..., Any],
+        *,
+        key: KeyLike | None = None,
+        retry: RetryPolicy | None = None,
+        retention: timedelta | None = None,
+        redelivered: bool = False,
+        origins: Sequence[str | None] | None = None,
+    ) -> list[Outcome[Any]]:
+        """As process_many, but the handler is called once, as handler(messages, tx) or handler(messages), with the list
+        of those that are new. It returns None, or a list with a result for each.
+
+        When it raises, it is called again with halves of the list until the message that fails is alone; `BulkError`
+        can name it at once.
+        """
+        asked = {"key": key, "retry": retry, "retention": retention, "redelivered": redelivered}
+        return await self._batch(call_of("process_bulk", messages, handler, origins=origins, **asked))
+
+    async def _batch(self, call: Call) -> list[Outcome[Any]]:
+        if not self._open:
+            raise InboxClosed
+        return await self._batcher.run(call)
 
     @asynccontextmanager
     async def claim(

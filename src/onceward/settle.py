@@ -13,13 +13,13 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from onceward import codec
-from onceward.attempt import attempt, bury_ended, claim, closing_of, compare, keep_failure
+from onceward.attempt import attempt, bury_ended, claim, closing_of, compare, duplicate, keep_failure
 from onceward.claim import Claim
 from onceward.errors import HandlerEndedTransaction, OncewardError, TryLater
-from onceward.flights import Cache, Done, Flights, in_flight
+from onceward.flights import Cache, Flights, in_flight
 from onceward.message import Message
 from onceward.outcome import Kind, Outcome
-from onceward.store import Begin, Conflict, InFlight, Store, Unit
+from onceward.store import Begin, Conflict, Done, InFlight, Store, Unit
 from onceward.work import Work
 
 Tx = TypeVar("Tx")
@@ -48,9 +48,14 @@ class Settler(Generic[Tx]):
         self._cache = Cache(cache)
         self._marks_left: dict[asyncio.Task[None], Work] = {}
 
-    def unit(self, message: Message[Any], *, read_only: bool = False) -> AbstractAsyncContextManager[Unit[Tx]]:
-        """A unit of work for this message, with the user's `on_begin` in each of its transactions."""
-        return self._store.unit(begin=self._begin(message), wait=self._wait, read_only=read_only)
+    def unit(
+        self, message: Message[Any], *, read_only: bool = False, around: Callable[[Any], Any] | None = None
+    ) -> AbstractAsyncContextManager[Unit[Tx]]:
+        """A unit of work for this message, with the user's `on_begin`, and `around` it, in each of its transactions."""
+        begin = self._begin(message)
+        if begin is not None and around is not None:
+            begin = around(begin)
+        return self._store.unit(begin=begin, wait=self._wait, read_only=read_only)
 
     def reading(self, message: Message[Any], tx: Any) -> AbstractAsyncContextManager[Unit[Any]]:
         """To look something up: in the caller's transaction, or what is committed."""
@@ -186,9 +191,7 @@ class Settler(Generic[Tx]):
         done = None if work.replayed else self._cache.get(work.identity.digest)
         if done is None:
             return None
-        mismatch = compare(work, done.payload_hash)
-        result = None if done.result is None else work.handler.restored(codec.decode(done.result))
-        return Outcome(Kind.DUPLICATE, result=result, mismatch=mismatch)
+        return duplicate(work, done, mismatch=compare(work, done.payload_hash))
 
     async def _try(self, work: Work, deadline: float) -> Outcome[Any]:
         loop = asyncio.get_running_loop()
@@ -225,3 +228,29 @@ class Settler(Generic[Tx]):
         if payload_hash is not None:
             result = None if outcome.result is None else codec.encode(outcome.result, "result")
             self._cache.put(work.identity.digest, Done(payload_hash, result))
+
+    # --- for batches ----------------------------------------------------------------------------------------
+
+    @property
+    def wait(self) -> float:
+        return self._wait
+
+    @property
+    def has_hook(self) -> bool:
+        """Each transaction begins with the user's `on_begin`."""
+        return self._on_begin is not None
+
+    @property
+    def flights(self) -> Flights:
+        return self._flights
+
+    @property
+    def cache(self) -> Cache:
+        return self._cache
+
+    def known(self, work: Work) -> Outcome[Any] | None:
+        return self._known(work)
+
+    async def settle_now(self, work: Work) -> Outcome[Any]:
+        """Without waiting for another runner, and for a caller that has entered the flight itself."""
+        return await self._try(work, 0.0)

@@ -58,6 +58,7 @@ class JoinedSession(ABC):
     """What every kind of handle does; the primitives are at the end."""
 
     lost = False
+    stands = True
     dialect: str
 
     def __init__(self, tx: Any) -> None:

@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-POINTS = tuple(f"{when} {verb}" for verb in ("mark", "claim", "commit", "fail") for when in ("before", "after"))
+POINTS = tuple(
+    f"{when} {verb}" for verb in ("mark", "claim", "claim_many", "commit", "fail") for when in ("before", "after")
+)
 """Between "after claim" and "before commit" lies the handler, which can stop where it likes."""
 
 Reached = Callable[[str], Awaitable[None]]

@@ -42,6 +42,10 @@ class AiosqliteSession:
     def gone(self) -> bool:
         return not self._raw.is_alive() if hasattr(self._raw, "is_alive") else False
 
+    @property
+    def stands(self) -> bool:
+        return bool(self._savepoint) and bool(self._raw.in_transaction)
+
     async def begin(self, first: Statement | None = None) -> Result:
         if not self._read_only:
             self._savepoint = f"onceward_{token_hex(8)}"

@@ -48,6 +48,10 @@ class OrmTransaction:
             )
         return self._session
 
+    @property
+    def stands(self) -> bool:
+        return bool(super().stands) and (self._root is None or self._root.is_active)  # type: ignore[misc]
+
     async def begin(self, first: Statement | None = None) -> Result:
         result: Result = await super().begin(first)  # type: ignore[misc]
         self._root = await self.connection.begin()

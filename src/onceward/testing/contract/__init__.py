@@ -3,6 +3,7 @@
 It is derived from the decision table. Cases that a store cannot meet ask `Features` and say so when they skip.
 """
 
+from onceward.testing.contract.batches import BatchContract
 from onceward.testing.contract.crashes import CrashContract
 from onceward.testing.contract.failures import FailureContract
 from onceward.testing.contract.identities import IdentityContract
@@ -24,6 +25,7 @@ class StoreContract(
     InputContract,
     RetentionContract,
     UpkeepContract,
+    BatchContract,
 ):
     """Subclass it with a fixture `lab` that gives a Lab on an empty database."""
 
