@@ -1,20 +1,17 @@
-"""Fixtures: a throwaway PostgreSQL for the session, an empty database for each test that asks."""
+"""Fixtures: a throwaway PostgreSQL for the session, a database of its own for each test that asks."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
-from itertools import count
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
-import asyncpg
 import pytest
 
 from onceward.testing import PostgresLab, PsycopgLab, SqliteLab
 from tests.services import postgres
-
-_numbers = count(1)
+from tests.services.databases import database, drop_template, make_template
 
 
 @pytest.fixture(scope="session")
@@ -33,31 +30,38 @@ def postgres_server() -> Iterator[str]:
         yield server.dsn
 
 
+@pytest.fixture(scope="session")
+def postgres_template(postgres_server: str) -> Iterator[str]:
+    """The name of a database with onceward's tables and `effects`, to be copied."""
+    name = asyncio.run(make_template(postgres_server))
+    yield name
+    asyncio.run(drop_template(postgres_server, name))
+
+
 @pytest.fixture
 async def postgres_dsn(postgres_server: str) -> AsyncIterator[str]:
     """An empty database of its own."""
-    name = f"onceward_test_{os.getpid()}_{next(_numbers)}"
-    admin = await asyncpg.connect(postgres_server)
-    await admin.execute(f"CREATE DATABASE {name}")
-    try:
-        yield urlunsplit(urlsplit(postgres_server)._replace(path=f"/{name}"))
-    finally:
-        await admin.execute(f"DROP DATABASE {name} WITH (FORCE)")
-        await admin.close()
+    async with database(postgres_server) as dsn:
+        yield dsn
 
 
 @pytest.fixture
-async def postgres_lab(postgres_dsn: str) -> AsyncIterator[PostgresLab]:
-    lab = PostgresLab(postgres_dsn)
-    await lab.set_up()
+async def ready_dsn(postgres_server: str, postgres_template: str) -> AsyncIterator[str]:
+    """A database of its own that is set up: onceward's tables are there, and `effects`."""
+    async with database(postgres_server, postgres_template) as dsn:
+        yield dsn
+
+
+@pytest.fixture
+async def postgres_lab(ready_dsn: str) -> AsyncIterator[PostgresLab]:
+    lab = PostgresLab(ready_dsn)
     async with lab.stack:
         yield lab
 
 
 @pytest.fixture
-async def psycopg_lab(postgres_dsn: str) -> AsyncIterator[PsycopgLab]:
-    lab = PsycopgLab(postgres_dsn)
-    await lab.set_up()
+async def psycopg_lab(ready_dsn: str) -> AsyncIterator[PsycopgLab]:
+    lab = PsycopgLab(ready_dsn)
     async with lab.stack:
         yield lab
 
