@@ -6,12 +6,20 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from onceward.testing import PostgresLab, PsycopgLab, SqliteLab
-from tests.services import postgres
+from tests.services import pgbouncer, postgres
 from tests.services.databases import database, drop_template, make_template
+
+
+def missing(reason: str) -> NoReturn:
+    """A service is not there: skip visibly, or fail where all of them are required."""
+    if os.environ.get("ONCEWARD_REQUIRE_SERVICES"):
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -22,10 +30,7 @@ def postgres_server() -> Iterator[str]:
         yield given
         return
     if postgres.binaries() is None:
-        reason = f"no PostgreSQL here; set {postgres.VARIABLE}"
-        if os.environ.get("ONCEWARD_REQUIRE_SERVICES"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        missing(f"no PostgreSQL here; set {postgres.VARIABLE}")
     with postgres.throwaway() as server:
         yield server.dsn
 
@@ -64,6 +69,15 @@ async def psycopg_lab(ready_dsn: str) -> AsyncIterator[PsycopgLab]:
     lab = PsycopgLab(ready_dsn)
     async with lab.stack:
         yield lab
+
+
+@pytest.fixture(scope="session")
+def bouncer(postgres_server: str) -> Iterator[pgbouncer.Bouncer]:
+    """A PgBouncer in transaction mode that lives as long as the session."""
+    if pgbouncer.binary() is None:
+        missing("no PgBouncer here; install the package pgbouncer")
+    with pgbouncer.throwaway(postgres_server) as running:
+        yield running
 
 
 @pytest.fixture
