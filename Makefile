@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check format clean
+.PHONY: help demo test test-fast bench check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -17,6 +17,9 @@ test: $(VENV)/dev.stamp $(VENV)/postgres.stamp $(VENV)/pgbouncer.stamp ## All te
 
 test-fast: $(VENV)/dev.stamp $(VENV)/postgres.stamp $(VENV)/pgbouncer.stamp ## The inner loop: stop at the first failure, leave out the slow ones
 	@$(BIN)/python -m pytest -x -q -m "not slow"
+
+bench: $(VENV)/bench.stamp $(VENV)/postgres.stamp ## What it costs, beside hand-written code and others (ARGS=--quick)
+	@$(BIN)/python -m bench $(ARGS)
 
 check: $(VENV)/dev.stamp ## Lint, format, types, and that imports point down only
 	@$(BIN)/ruff check .
@@ -41,6 +44,11 @@ $(VENV)/bin/python:
 $(VENV)/demo.stamp: pyproject.toml | $(VENV)/bin/python
 	@echo "Setting up (once) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo]'
+	@touch $@
+
+$(VENV)/bench.stamp: pyproject.toml | $(VENV)/bin/python
+	@echo "Setting up (once) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python

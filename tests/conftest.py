@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from onceward.testing import PostgresLab, PsycopgLab, SqliteLab
+from onceward.testing import AiosqliteLab, PostgresLab, PsycopgLab, SqlAlchemyPostgresLab, SqliteLab
 from tests.services import pgbouncer, postgres
 from tests.services.databases import database, drop_template, make_template
 
@@ -31,7 +31,7 @@ def postgres_server() -> Iterator[str]:
         return
     if postgres.binaries() is None:
         missing(f"no PostgreSQL here; set {postgres.VARIABLE}")
-    with postgres.throwaway() as server:
+    with postgres.throwaway(in_memory=True) as server:
         yield server.dsn
 
 
@@ -83,6 +83,28 @@ def bouncer(postgres_server: str) -> Iterator[pgbouncer.Bouncer]:
 @pytest.fixture
 async def sqlite_lab(tmp_path: Path) -> AsyncIterator[SqliteLab]:
     lab = SqliteLab(tmp_path / "test.db")
+    await lab.set_up()
+    async with lab.stack:
+        yield lab
+
+
+@pytest.fixture
+async def sqlalchemy_asyncpg_lab(ready_dsn: str) -> AsyncIterator[SqlAlchemyPostgresLab]:
+    lab = SqlAlchemyPostgresLab(ready_dsn, "asyncpg")
+    async with lab.stack:
+        yield lab
+
+
+@pytest.fixture
+async def sqlalchemy_psycopg_lab(ready_dsn: str) -> AsyncIterator[SqlAlchemyPostgresLab]:
+    lab = SqlAlchemyPostgresLab(ready_dsn, "psycopg")
+    async with lab.stack:
+        yield lab
+
+
+@pytest.fixture
+async def aiosqlite_lab(tmp_path: Path) -> AsyncIterator[AiosqliteLab]:
+    lab = AiosqliteLab(tmp_path / "test.db")
     await lab.set_up()
     async with lab.stack:
         yield lab

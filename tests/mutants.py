@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from onceward.identity import Identity
 from onceward.inbox import Inbox
 from onceward.outcome import Kind, Outcome
 from onceward.record import Record, State
-from onceward.sql import plan, verbs
+from onceward.sql import plan, upkeep, verbs
+from onceward.sql.dialect import Dialect
 from onceward.sql.drivers import postgresql
 from onceward.sql.drivers.asyncpg import AsyncpgSession
 from onceward.sql.drivers.sqlite import SqliteSession
@@ -236,6 +238,25 @@ def a_topic_in_the_scope(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Inbox, "identity_of", identity_of)
 
 
+def sweep_says(old: str, new: str) -> Patch:
+    """Another text in the statements of a sweep."""
+
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        def say(self: Dialect, name: str, params: Any = None) -> plan.Statement:
+            said = original(self, name, params)
+            return plan.Statement(said.sql.replace(old, new), said.params) if name.startswith("sweep_") else said
+
+        original = Dialect.__call__
+        patch.setattr(Dialect, "__call__", say)
+
+    return apply
+
+
+def sweep_without_the_lock(patch: pytest.MonkeyPatch) -> None:
+    numbers = count(1)
+    patch.setattr(upkeep, "sweep_lock", lambda _consumer: next(numbers))
+
+
 MUTANTS = [
     Mutant("claim after the effect", claim_after_the_effect, "test_the_claim_is_there_before_the_handler_runs"),
     Mutant("claim after the effect", claim_after_the_effect, "test_a_duplicate_is_known_to_another_instance"),
@@ -345,6 +366,33 @@ MUTANTS = [
         quotes_are_not_doubled,
         "test_ids_keep_their_bytes",
         {"one": "a'b", "two": "a`b"},
+        on=(POSTGRES,),
+    ),
+    Mutant(
+        "a sweep by age alone",
+        sweep_says("state = 'processed' AND", ""),
+        "test_cleanup_never_touches_what_is_not_processed",
+    ),
+    Mutant(
+        "a sweep by expiry alone",
+        sweep_says("state = 'processed' AND", ""),
+        "test_what_expired_and_is_not_processed_is_never_touched",
+    ),
+    Mutant(
+        "a sweep by age takes what has a time of its own",
+        sweep_says("AND expires_at IS NULL", ""),
+        "test_a_record_with_a_time_of_its_own_outlives_the_others",
+    ),
+    Mutant(
+        "a time of its own is forgotten",
+        sweep_says("AND expires_at <", "AND false AND expires_at <"),
+        "test_a_record_with_a_time_of_its_own_goes_before_the_others",
+    ),
+    Mutant("a sweep without the lock", sweep_without_the_lock, "test_one_sweeper_at_a_time", on=(POSTGRES,)),
+    Mutant(
+        "a sweep that traffic waits for",
+        sweep_says("AND pg_try_advisory_xact_lock(", "AND 0 <= 0 * ("),
+        "test_a_delivery_of_what_is_just_being_deleted_does_not_wait",
         on=(POSTGRES,),
     ),
     Mutant("NaN is null", nan_is_null, "test_a_message_that_cannot_be_kept_is_refused", {"name": "NaN"}),

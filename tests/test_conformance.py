@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onceward.testing import Lab, PostgresLab, PsycopgLab, SqliteLab, StoreContract
+from onceward.testing import AiosqliteLab, Lab, PostgresLab, PsycopgLab, SqlAlchemyPostgresLab, SqliteLab, StoreContract
 
 
 class TestSqlite(StoreContract):
@@ -23,3 +23,21 @@ class TestPsycopg(StoreContract):
     @pytest.fixture
     def lab(self, psycopg_lab: PsycopgLab) -> Lab:
         return psycopg_lab
+
+
+class TestSqlAlchemyAsyncpg(StoreContract):
+    @pytest.fixture
+    def lab(self, sqlalchemy_asyncpg_lab: SqlAlchemyPostgresLab) -> Lab:
+        return sqlalchemy_asyncpg_lab
+
+
+class TestSqlAlchemyPsycopg(StoreContract):
+    @pytest.fixture
+    def lab(self, sqlalchemy_psycopg_lab: SqlAlchemyPostgresLab) -> Lab:
+        return sqlalchemy_psycopg_lab
+
+
+class TestSqlAlchemyAiosqlite(StoreContract):
+    @pytest.fixture
+    def lab(self, aiosqlite_lab: AiosqliteLab) -> Lab:
+        return aiosqlite_lab

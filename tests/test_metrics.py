@@ -13,18 +13,30 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
-from onceward import Inbox, Message, MissingDriver, PayloadMismatch, Reject, RetryPolicy, TryLater, UsageError, events
+from onceward import (
+    Inbox,
+    Message,
+    MissingDriver,
+    PayloadMismatch,
+    Reject,
+    RetryPolicy,
+    State,
+    TryLater,
+    UsageError,
+    events,
+)
 from onceward.errors import InvalidMessage, StoreUnavailable
-from onceward.events import Deferred, Ignored, Processed
-from onceward.observe import prometheus
-from onceward.observe.prometheus import BUCKETS, MAX_REASONS, PrometheusMetrics
+from onceward.events import Batch, Deferred, Ignored, Processed, SweepFailed, Swept
+from onceward.observe.prometheus import PrometheusMetrics
+from onceward.observe.series import BUCKETS, COUNTERS, MAX_REASONS
 from onceward.testing import Lab, PostgresLab, SqliteLab
 from onceward.testing.lab import Gate
 
@@ -83,7 +95,7 @@ def counted(registry: CollectorRegistry, type_: str = "order.paid") -> dict[str,
         re.sub(r"^consumer_inbox_|_total$", "", sample.name): sample.value
         for family in registry.collect()
         for sample in family.samples
-        if sample.name.endswith("_total") and sample.labels["event_type"] == type_ and sample.value
+        if sample.name.endswith("_total") and sample.labels.get("event_type") == type_ and sample.value
     }
 
 
@@ -306,8 +318,8 @@ def test_a_long_type_is_cut(meters: Meters) -> None:
 def test_the_series_of_a_type_start_at_zero_together(meters: Meters) -> None:
     """`a / (a + b)` has no answer in PromQL while one of the two does not exist."""
     meters.listener(processed("order.paid"))
-    assert {name: meters.value(f"{name}_total") for name in prometheus._COUNTERS} == {
-        name: float(name == "processed") for name in prometheus._COUNTERS
+    assert {name: meters.value(f"{name}_total") for name in COUNTERS} == {
+        name: float(name == "processed") for name in COUNTERS
     }
 
 
@@ -322,12 +334,83 @@ def test_series_that_are_there_are_found_without_asking_for_labels(type_: str, m
     for event in (processed(type_), deferred):
         meters.listener(event)
     families = meters.listener._families
-    for family in (*families.counters.values(), families.deferred, families.duration):
+    for family in (*families.counters.values(), families.deferred, families.duration, families.in_flight):
         monkeypatch.setattr(family, "labels", refuse)
     before = meters.text()
     for event in (processed(type_), deferred):
         meters.listener(event)
     assert meters.text() != before
+
+
+# --- what is in flight, batches and cleanups -----------------------------------------------------------------------
+
+
+async def test_what_is_in_flight_goes_up_and_down_however_it_ends(meters: Meters, postgres_lab: PostgresLab) -> None:
+    inbox, gate = await postgres_lab.inbox(listeners=[meters.listener]), Gate(postgres_lab)
+    running = [asyncio.ensure_future(inbox.process(postgres_lab.message(), gate)) for _ in range(3)]
+    async with asyncio.timeout(10):
+        while len(gate.runs) < 3:
+            await asyncio.sleep(0.01)
+    assert meters.value("in_flight") == 3
+    running[0].cancel()
+    await asyncio.wait(running[:1])
+    assert meters.value("in_flight") == 2
+    assert meters.counted() == {"cancelled": 1}
+    gate.go.set()
+    await asyncio.wait(running)
+    for handler in (fail, reject, charge):
+        await deliver(inbox, postgres_lab.message(), handler)
+    assert meters.value("in_flight") == 0
+    assert meters.counted() == {"cancelled": 1, "processed": 3, "failed": 1, "dead": 1}
+
+
+async def test_metrics_that_come_and_go_while_a_delivery_runs_are_not_left_with_half_of_it(
+    meters: Meters, postgres_lab: PostgresLab
+) -> None:
+    gates = [Gate(postgres_lab), Gate(postgres_lab)]
+    inbox = await postgres_lab.inbox()
+    before = asyncio.ensure_future(inbox.process(postgres_lab.message(), gates[0]))
+    await gates[0].started.wait()
+    stop = inbox.subscribe(meters.listener)
+    during = asyncio.ensure_future(inbox.process(postgres_lab.message(), gates[1]))
+    await gates[1].started.wait()
+    assert meters.value("in_flight") == 1
+    gates[0].go.set()
+    await before
+    assert meters.value("in_flight") == 1
+    stop()
+    gates[1].go.set()
+    await during
+    assert meters.value("in_flight") == 0
+
+
+def of_consumer(meters: Meters, name: str, **labels: str) -> float | None:
+    return meters.registry.get_sample_value(f"consumer_inbox_{name}", {"consumer_name": "billing", **labels})
+
+
+def test_a_batch_is_measured_by_its_size(meters: Meters) -> None:
+    for size in (1, 100, 100):
+        meters.listener(Batch(consumer="billing", size=size, duration_ms=5.0))
+    assert of_consumer(meters, "batch_size_count") == 3
+    assert of_consumer(meters, "batch_size_sum") == 201
+    assert of_consumer(meters, "batch_size_bucket", le="50.0") == 1
+
+
+async def test_a_cleanup_is_counted_and_timed(inbox: Inbox[Any], meters: Meters) -> None:
+    for number in range(3):
+        await inbox.process(Message(f"m-{number}", "order.paid", None), charge)
+    assert await inbox.cleanup(timedelta(0), batch=2) == 3
+    assert await inbox.cleanup(timedelta(0)) == 0
+    assert of_consumer(meters, "cleanup_deleted_total") == 3
+    assert of_consumer(meters, "cleanup_duration_seconds_count") == 2
+    assert of_consumer(meters, "cleanup_failures_total") == 0
+
+
+def test_a_cleanup_that_fails_is_counted_with_what_it_deleted(meters: Meters) -> None:
+    meters.listener(SweepFailed(consumer="billing", error=OSError("away"), deleted=2, duration_ms=1500.0))
+    assert of_consumer(meters, "cleanup_deleted_total") == 2
+    assert of_consumer(meters, "cleanup_duration_seconds_sum") == 1.5
+    assert of_consumer(meters, "cleanup_failures_total") == 1
 
 
 # --- how it is set up ---------------------------------------------------------------------------------------
@@ -415,6 +498,32 @@ def test_series_that_were_cached_before_a_fork_count_for_the_child(tmp_path: Pat
     assert len(list(tmp_path.glob("counter_*.db"))) == 3
 
 
+_KILLED = """
+import os
+from onceward.events import Started
+
+started = Started(consumer="billing", type="order.paid", message_id="m")
+metrics = PrometheusMetrics()
+metrics(started)
+child = os.fork()
+if not child:
+    metrics(started)
+    metrics(started)
+    os._exit(1)
+os.waitpid(child, 0)
+print(child)
+"""
+
+
+def test_what_a_process_had_in_flight_when_it_died_is_not_in_flight(tmp_path: Path) -> None:
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", _CHILD + _KILLED], env=environment, check=True, capture_output=True)
+    labels = {"consumer_name": "billing", "event_type": "order.paid"}
+    assert together(tmp_path).get_sample_value("consumer_inbox_in_flight", labels) == 3
+    mark_process_dead(int(ran.stdout), str(tmp_path))
+    assert together(tmp_path).get_sample_value("consumer_inbox_in_flight", labels) == 1
+
+
 # --- what the page says -------------------------------------------------------------------------------------
 
 
@@ -446,6 +555,8 @@ async def test_the_text_of_a_scrape_is_clean(inbox: Inbox[Any], meters: Meters) 
         await deliver(inbox, PAID, handler)
     await deliver(inbox, Message("m-2", 'odd "type"\n\\ é', None), charge)
     meters.listener(Deferred(consumer="billing", type="order.paid", message_id="m", reason="backoff"))
+    meters.listener(Batch(consumer="billing", size=7, duration_ms=1.0))
+    meters.listener(Swept(consumer="billing", deleted=7, duration_ms=1.0))
     promtool("check", "metrics", text=meters.text())
 
 
@@ -467,6 +578,8 @@ _SCRAPED = {
     "processing_duration_seconds_count": 3.0,
     'processing_duration_seconds_bucket{le="1"}': 3.0,
     'processing_duration_seconds_bucket{le="+Inf"}': 3.0,
+    "in_flight": 0.001,
+    "cleanup_failures_total": 0.001,
 }
 _BUSY, _CONSUMER = '{consumer_name="billing", event_type="paid"}', '{consumer_name="billing"}'
 _ANSWERS = {
@@ -477,6 +590,8 @@ _ANSWERS = {
     "Failure rate": [(_CONSUMER, 0.25)],
     "Somebody has to look": [(_BUSY, 225.0)],
     "The database is in trouble": [(_CONSUMER, 0.5)],
+    "In flight": [(_CONSUMER, 3.6)],
+    "Cleanup does not work": [(_CONSUMER, 3.6)],
 }
 
 
@@ -532,12 +647,8 @@ async def fill(lab: Lab) -> None:
     await deliver(billing, lab.message("f"), fail)
     await deliver(billing, lab.message("d"), reject)
     await shipping.process(lab.message("p-1"), charge)
-    for id_, age in (("p-2", "2 days"), ("f", "3 hours"), ("d", "10 minutes")):
-        if isinstance(lab, SqliteLab):
-            then = f"strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-{age}')"
-        else:
-            then = f"now() - interval '{age}'"
-        await lab.query(f"UPDATE onceward_records SET received_at = {then} WHERE message_id = '{id_}'")
+    for id_, ago in (("p-2", "2 days"), ("f", "3 hours"), ("d", "10 minutes")):
+        await age(lab, id_, ago)
 
 
 async def received(lab: Lab, message_id: str, consumer: str = "billing") -> object:
@@ -601,3 +712,54 @@ async def test_sql_tells_what_runs_right_now_on_postgresql(postgres_lab: Postgre
     gate.go.set()
     await running
     assert await postgres_lab.query(query.replace("5 minutes", "0 minutes")) == []
+
+
+# --- a known run, told three times --------------------------------------------------------------------------
+
+
+async def test_metrics_sql_and_stats_tell_the_same_of_a_known_run(lab: Lab, meters: Meters) -> None:
+    """Six processed, two of them at the second try, with five duplicates; two failed, one dead; two of them swept."""
+    inbox = await lab.inbox(listeners=[meters.listener])
+    for id_ in ("f-1", "f-2", "r-1", "r-2"):
+        await deliver(inbox, lab.message(id_), fail)
+    await deliver(inbox, lab.message("d"), reject)
+    for id_ in ("p-1", "p-2", "p-3", "p-4", "r-1", "r-2"):
+        await inbox.process(lab.message(id_), charge)
+    for id_ in ("p-1", "p-1", "p-2", "r-1", "d"):
+        await deliver(inbox, lab.message(id_), charge)
+    for id_ in ("p-1", "p-2"):
+        await lab.make_older(id_, days=40)
+    await age(lab, "f-1", "10 minutes")
+    assert await inbox.cleanup() == 2
+
+    assert meters.counted() == {"processed": 6, "duplicates": 5, "failed": 4, "dead": 1, "retried": 2}
+    assert meters.value("processing_duration_seconds_count") == 6
+    assert meters.value("in_flight") == 0
+    assert of_consumer(meters, "cleanup_deleted_total") == 2
+
+    assert await lab.query(sql(lab, "How many records each consumer has")) == [("billing", 7)]
+    assert await lab.query(sql(lab, "How fast the table grows")) == [("billing", 7, 7, 7)]
+    assert [row[:3] for row in await lab.query(sql(lab, "What is not processed"))] == [
+        ("billing", "dead", 1),
+        ("billing", "failed", 2),
+    ]
+    assert [row[2] for row in await lab.query(sql(lab, "What is stuck"))] == ["f-1"]
+
+    stats = await inbox.stats()
+    told = (stats.total, stats.last_day, stats.last_hour, stats.processed, stats.failed, stats.dead, stats.running)
+    assert told == (7, 7, 7, 4, 2, 1, 0)
+    [[_, oldest]] = await lab.query(sql(lab, "The oldest record of each consumer"))
+    assert stats.oldest == (datetime.fromisoformat(oldest) if isinstance(oldest, str) else oldest)
+    stuck = await inbox.records(State.RUNNING, State.FAILED, older_than=timedelta(minutes=5))
+    assert [record.message_id for record in stuck] == ["f-1"]
+    assert [record.message_id for record in await inbox.records(State.DEAD)] == ["d"]
+
+
+async def age(lab: Lab, message_id: str, age: str) -> None:
+    then = f"now() - interval '{age}'"
+    if isinstance(lab, SqliteLab):
+        then = f"strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-{age}')"
+    await lab.query(
+        f"UPDATE onceward_records SET received_at = {then}, "
+        f"processed_at = CASE WHEN processed_at IS NULL THEN NULL ELSE {then} END WHERE message_id = '{message_id}'"
+    )

@@ -22,6 +22,8 @@ REQUIRED = {
     "return instead of TryLater",
     "ack on a rolled-back commit",
     "payload check skipped on the cached path",
+    "a sweep by age alone",
+    "a sweep without the lock",
 }
 
 

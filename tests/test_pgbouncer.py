@@ -150,31 +150,20 @@ async def test_a_process_killed_inside_a_long_statement_is_taken_over_within_fiv
 # --- without the settings -------------------------------------------------------------------------------------------
 
 
-async def test_a_driver_that_prepares_statements_fails_and_nothing_is_lost(asyncpg_lab: BouncedAsyncpgLab) -> None:
-    """asyncpg prepares what it sends; the next transaction is on a connection that has never heard of it."""
-    await fill(asyncpg_lab.bounced)
-    wrong = await asyncpg_lab.inbox(store=AsyncpgStore(asyncpg_lab.bounced, max_size=1))
-    assert (await wrong.process(asyncpg_lab.message("a"), Recorder(asyncpg_lab))).processed
-    with pytest.raises(asyncpg.InvalidSQLStatementNameError, match="pgbouncer"):
-        await wrong.process(asyncpg_lab.message("b"), Recorder(asyncpg_lab))
-    assert await asyncpg_lab.effects() == ["a"]
-    assert (await (await asyncpg_lab.inbox()).process(asyncpg_lab.message("b"), Recorder(asyncpg_lab))).processed
-    assert await asyncpg_lab.effects() == ["a", "b"]
-
-
-async def test_psycopg_fails_once_it_begins_to_prepare(psycopg_lab: BouncedPsycopgLab) -> None:
-    """psycopg prepares a statement when it has seen it five times."""
-    await fill(psycopg_lab.dsn)
-    wrong, handler = await psycopg_lab.inbox(store=PsycopgStore(psycopg_lab.dsn, max_size=1)), Recorder(psycopg_lab)
-    ids = [f"{number}" for number in range(9)]
-    with pytest.raises(psycopg.errors.InvalidSqlStatementName):
-        for id_ in ids:
-            await wrong.process(psycopg_lab.message(id_), handler)
-    assert len(handler.runs) > 5
-    right = await psycopg_lab.inbox()
-    for id_ in ids:
-        await right.process(psycopg_lab.message(id_), handler)
-    assert await psycopg_lab.effects() == ids
+@pytest.mark.parametrize("name", ["asyncpg_lab", "psycopg_lab"])
+async def test_a_store_that_prepares_statements_fails_and_nothing_is_lost(
+    ready_dsn: str, bouncer: Bouncer, request: pytest.FixtureRequest, name: str
+) -> None:
+    """What is prepared on one connection is not known on the next, where the transaction goes."""
+    lab: BouncedAsyncpgLab | BouncedPsycopgLab = request.getfixturevalue(name)
+    wrong = {"asyncpg_lab": AsyncpgStore, "psycopg_lab": PsycopgStore}[name](bouncer.dsn(ready_dsn), max_size=1)
+    handler = Recorder(lab)
+    await fill(bouncer.dsn(ready_dsn))
+    with pytest.raises((asyncpg.InvalidSQLStatementNameError, psycopg.errors.InvalidSqlStatementName)):
+        await (await lab.inbox(store=wrong)).process(lab.message("m"), handler)
+    assert (handler.runs, await lab.effects()) == ([], [])
+    assert (await (await lab.inbox()).process(lab.message("m"), handler)).processed
+    assert await lab.effects() == ["m"]
 
 
 async def test_a_setting_that_the_bouncer_does_not_pass_on_is_told(asyncpg_lab: BouncedAsyncpgLab) -> None:

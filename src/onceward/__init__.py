@@ -7,8 +7,10 @@ If `process` returns, acknowledge; if it raises, do not.
 """
 
 from onceward import keys, lanes, tenants
+from onceward.claim import Claim
 from onceward.current import Current, current
 from onceward.errors import (
+    AlreadyProcessed,
     AttemptsExhausted,
     CommitNotApplied,
     CommitUnknown,
@@ -39,6 +41,7 @@ from onceward.errors import (
     StoreReadOnly,
     StoreUnavailable,
     TenantMissing,
+    TransactionUnusable,
     TryLater,
     UnknownScheme,
     UsageError,
@@ -46,15 +49,19 @@ from onceward.errors import (
 from onceward.handlers import Router
 from onceward.identity import Identity
 from onceward.inbox import Inbox
+from onceward.janitor import Janitor
 from onceward.message import Message, Position, stream_of
 from onceward.outcome import Kind, Outcome, Verdict, outcome_of, verdict_of
 from onceward.record import Failure, Record, State
 from onceward.retry import RetryPolicy
+from onceward.stats import Stats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AlreadyProcessed",
     "AttemptsExhausted",
+    "Claim",
     "CommitNotApplied",
     "CommitUnknown",
     "Current",
@@ -66,6 +73,7 @@ __all__ = [
     "InboxClosed",
     "InvalidHandler",
     "InvalidMessage",
+    "Janitor",
     "KeyInvalid",
     "KeyMissing",
     "Kind",
@@ -92,10 +100,12 @@ __all__ = [
     "SchemaTooNew",
     "SecondConnection",
     "State",
+    "Stats",
     "StoreError",
     "StoreReadOnly",
     "StoreUnavailable",
     "TenantMissing",
+    "TransactionUnusable",
     "TryLater",
     "UnknownScheme",
     "UsageError",

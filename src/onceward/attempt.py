@@ -45,7 +45,7 @@ LONGEST_DELAY = 10 * 365 * 86400.0
 
 async def attempt(unit: Unit[Any], work: Work) -> Outcome[Any]:
     """Take one delivery through one unit of work."""
-    if not work.redelivered or work.retry is None or work.replayed:
+    if not work.redelivered or work.retry is None or work.replayed or unit.joined:
         return await _claim_and_run(unit, work)
     settled = await _mark_start(unit, work)
     if settled is not None:
@@ -62,22 +62,32 @@ async def attempt(unit: Unit[Any], work: Work) -> Outcome[Any]:
 
 
 async def _claim_and_run(unit: Unit[Any], work: Work) -> Outcome[Any]:
+    settled, before = await claim(unit, work)
+    if settled is not None:
+        return settled
+    outcome = await _run(unit, work, before)
+    if before is None:
+        return outcome
+    return msgspec.structs.replace(outcome, mismatch=is_mismatch(work, before.payload_hash))
+
+
+async def claim(unit: Unit[Any], work: Work) -> tuple[Outcome[Any] | None, Record | None]:
+    """An outcome: there is nothing to do. Else the work is ours now, and the record before it, if there was one."""
     found = await unit.claim(work.draft())
     if found is None:
         if work.replayed:
             raise RecordNotFound
         await _check_dependencies(unit, work)
-        return await _run(unit, work, None)
+        return None, None
     settled = await _judge(unit, work, found)
     if settled is not None:
         if work.marked and not isinstance(settled.error, AttemptsExhausted):
             await _take_mark_back(unit, work)
-        return settled
+        return settled, found.record
     if not await unit.take(found.record, work.draft()):
         raise InFlight
     await _check_dependencies(unit, work)
-    outcome = await _run(unit, work, found.record)
-    return msgspec.structs.replace(outcome, mismatch=is_mismatch(work, found.record.payload_hash))
+    return None, found.record
 
 
 async def _check_dependencies(unit: Unit[Any], work: Work) -> None:
@@ -201,7 +211,7 @@ async def _run(unit: Unit[Any], work: Work, before: Record | None) -> Outcome[An
         else:
             result = await work.handler.run(work.handler.decoded(work.message), unit.tx)
             kind = Kind.PROCESSED
-        closing = _closing(work, before, result, (perf_counter() - began) * 1000)
+        closing = closing_of(work, before, result, (perf_counter() - began) * 1000)
     except BaseException as error:  # noqa: BLE001 - also cancellation: everything must be undone
         return await _failed(unit, work, before, error, (perf_counter() - began) * 1000)
     finally:
@@ -211,7 +221,8 @@ async def _run(unit: Unit[Any], work: Work, before: Record | None) -> Outcome[An
             await unit.complete(closing)
         await unit.commit()
     except HandlerEndedTransaction as error:
-        await _bury_ended(unit, work, error)
+        if not unit.joined:
+            await bury_ended(unit, work, error)
         raise
     except StoreError:
         raise
@@ -220,12 +231,19 @@ async def _run(unit: Unit[Any], work: Work, before: Record | None) -> Outcome[An
     return Outcome(kind, result=result, attempts=number, duration_ms=(perf_counter() - began) * 1000)
 
 
-def _closing(work: Work, before: Record | None, result: Any, duration_ms: float) -> Record | None:
+def closing_of(
+    work: Work, before: Record | None, result: Any, duration_ms: float | None, extra: Any = None
+) -> Record | None:
     """What is written after the handler. With nothing to say there is no second write."""
-    if result is None and before is None and not work.record_duration:
+    if result is None and extra is None and before is None and not work.record_duration:
         return None
-    encoded = None if result is None else msgspec.Raw(codec.encode(result, "result", ResultInvalid))
-    return msgspec.structs.replace(work.draft(), result=encoded, duration_ms=duration_ms)
+    return msgspec.structs.replace(
+        work.draft(), result=_stored("result", result), extra=_stored("extra", extra), duration_ms=duration_ms
+    )
+
+
+def _stored(name: str, value: Any) -> msgspec.Raw | None:
+    return None if value is None else msgspec.Raw(codec.encode(value, name, ResultInvalid))
 
 
 async def _failed(
@@ -234,8 +252,10 @@ async def _failed(
     """Undo, and keep the failure in a second transaction."""
     ended = await unit.ended()
     await unit.rollback()
+    if unit.joined:
+        raise error  # deduplication only: to keep the failure is the caller's, after the rollback
     if ended or isinstance(error, HandlerEndedTransaction):
-        await _bury_ended(unit, work, error)
+        await bury_ended(unit, work, error)
         if isinstance(error, Exception) and not isinstance(error, HandlerEndedTransaction):
             raise HandlerEndedTransaction from error
         raise error
@@ -245,6 +265,13 @@ async def _failed(
         raise StoreUnavailable(f"the connection was lost while the handler ran: {error}") from error
     if unit.is_conflict(error):
         raise Conflict from error
+    return await keep_failure(unit, work, before, error, duration_ms)
+
+
+async def keep_failure(
+    unit: Unit[Any], work: Work, before: Record | None, error: Exception, duration_ms: float | None = None
+) -> Outcome[Any]:
+    """Count it, in a transaction of its own: FAILED, to be tried again, or DEAD."""
     attempts = (before.attempts if before else 0) + 1
     crashes = (before.started if before else 0) - work.marked
     state, delay = _consequence(error, work, attempts, max(0, crashes))
@@ -274,7 +301,7 @@ def _consequence(error: Exception, work: Work, attempts: int, crashes: int) -> t
     return State.FAILED, None if work.retry is None else work.retry.delay(attempts)
 
 
-async def _bury_ended(unit: Unit[Any], work: Work, error: BaseException) -> None:
+async def bury_ended(unit: Unit[Any], work: Work, error: BaseException) -> None:
     """Part of the effect may stand, and so may our claim: whatever the record says, it is dead now."""
     await unit.rollback()
     over = (*from_states(Change.FAIL), State.PROCESSED)

@@ -80,10 +80,31 @@ def _behind_pgbouncer(url: str) -> tuple[str, bool]:
     return urlunsplit(parts._replace(query=rest)), "true" in said
 
 
+def _sqlalchemy(url: str, schema: str | None) -> Store[Any]:
+    scheme = url.split("://", 1)[0]
+    try:
+        from onceward.sqlalchemy import SqlAlchemyStore  # noqa: PLC0415
+    except ImportError as error:
+        raise MissingDriver(
+            f"{scheme}:// needs SQLAlchemy, which is not installed: pip install 'onceward[sqlalchemy]'",
+            extra="sqlalchemy",
+        ) from error
+    try:
+        return SqlAlchemyStore(url.removeprefix("sqlalchemy+"), schema=schema)
+    except ImportError as error:
+        raise MissingDriver(
+            f"{url.split('://', maxsplit=1)[0]}:// needs {error.name}: pip install {error.name}"
+        ) from error
+
+
 _SCHEMES: dict[str, Callable[[str, str | None], Store[Any]]] = {
     "sqlite": _sqlite,
     "postgres": _asyncpg,
     "postgresql": _asyncpg,
     "postgresql+asyncpg": _asyncpg,
     "postgresql+psycopg": _psycopg,
+    "sqlite+aiosqlite": _sqlalchemy,
+    "sqlalchemy+postgresql+asyncpg": _sqlalchemy,
+    "sqlalchemy+postgresql+psycopg": _sqlalchemy,
+    "sqlalchemy+sqlite+aiosqlite": _sqlalchemy,
 }

@@ -72,6 +72,10 @@ class NotDead(UsageError):
     state: str
 
 
+class TransactionUnusable(UsageError):
+    """The transaction given as tx= cannot be used: it has failed, is closed, or is on another database."""
+
+
 # --- what arrives -------------------------------------------------------------------------------------------
 
 
@@ -106,6 +110,10 @@ class TenantMissing(InvalidMessage):
 
 class PayloadMismatch(OncewardError):
     """This identity was already used with another payload. Use a new id or key for new work."""
+
+
+class AlreadyProcessed(OncewardError):
+    """`mark_processed` found that the message is processed already. Roll back what you did for it."""
 
 
 # --- what handlers say --------------------------------------------------------------------------------------

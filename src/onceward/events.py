@@ -10,6 +10,12 @@
 | Unsettled | the store could not say: not there, commit unknown or not applied |
 | Refused | the message cannot be kept: no usable key or tenant, oversized, not JSON |
 | Ignored | no handler for the type, and the inbox ignores those |
+| Cancelled | a delivery was cancelled, most often by a shutdown; it left nothing behind |
+| Started, Finished | around each delivery, whatever becomes of it; only for listeners with `hears_starts = True` |
+| Batch | a batch of messages is through |
+| Swept, SweepFailed | a cleanup is done, or could not go on |
+
+Every event is an `Event` and has a consumer; those about one message are an `InboxEvent`.
 """
 
 from __future__ import annotations
@@ -28,10 +34,15 @@ from onceward.message import Message
 from onceward.outcome import Kind, Outcome
 
 
-class InboxEvent(msgspec.Struct, frozen=True, kw_only=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True):
     """What every event says."""
 
     consumer: str
+
+
+class InboxEvent(Event, frozen=True, kw_only=True):
+    """What every event about one message says."""
+
     type: str
     message_id: str
     identity: Identity | None = None
@@ -51,11 +62,13 @@ class Failed(InboxEvent, frozen=True, kw_only=True):
     attempt: int
     error: BaseException
     retry_at: datetime | None = None
+    duration_ms: float = 0.0
 
 
 class Dead(InboxEvent, frozen=True, kw_only=True):
     attempt: int
     error: BaseException
+    duration_ms: float = 0.0
 
 
 class Deferred(InboxEvent, frozen=True, kw_only=True):
@@ -75,6 +88,36 @@ class Ignored(InboxEvent, frozen=True, kw_only=True):
     pass
 
 
+class Cancelled(InboxEvent, frozen=True, kw_only=True):
+    duration_ms: float
+
+
+class Started(InboxEvent, frozen=True, kw_only=True):
+    pass
+
+
+class Finished(InboxEvent, frozen=True, kw_only=True):
+    duration_ms: float
+    """With everything: waiting for a twin, for a connection, the handler and its commit."""
+
+
+class Batch(Event, frozen=True, kw_only=True):
+    size: int
+    duration_ms: float
+
+
+class Swept(Event, frozen=True, kw_only=True):
+    deleted: int
+    duration_ms: float
+
+
+class SweepFailed(Event, frozen=True, kw_only=True):
+    error: BaseException
+    deleted: int
+    """Before it failed. They stay deleted."""
+    duration_ms: float
+
+
 def of_outcome(consumer: str, message: Message[Any], identity: Identity, outcome: Outcome[Any]) -> InboxEvent:
     """What an outcome says to those who watch."""
     base: dict[str, Any] = {"consumer": consumer, "type": message.type, "message_id": message.id, "identity": identity}
@@ -84,9 +127,13 @@ def of_outcome(consumer: str, message: Message[Any], identity: Identity, outcome
             return Processed(**base, attempt=outcome.attempts, duration_ms=duration, mismatch=outcome.mismatch)
         case Kind.FAILED:
             error = outcome.error or Exception("unknown")
-            return Failed(**base, attempt=outcome.attempts, error=error, retry_at=outcome.retry_at)
+            duration = outcome.duration_ms or 0.0
+            return Failed(
+                **base, attempt=outcome.attempts, error=error, retry_at=outcome.retry_at, duration_ms=duration
+            )
         case Kind.DEAD if outcome.error is not None and type(outcome.error) is not MessageDead:
-            return Dead(**base, attempt=outcome.attempts, error=outcome.error)
+            duration = outcome.duration_ms or 0.0
+            return Dead(**base, attempt=outcome.attempts, error=outcome.error, duration_ms=duration)
         case _:
             return Duplicate(**base, mismatch=outcome.mismatch)
 
@@ -103,18 +150,19 @@ def of_error(consumer: str, message: Message[Any], identity: Identity, error: Ex
     return Unsettled(**base, error=error)
 
 
-Listener: TypeAlias = Callable[[InboxEvent], None]
+Listener: TypeAlias = Callable[[Event], None]
 
 _log = logging.getLogger("onceward")
-_LEVELS: dict[type[InboxEvent], int] = {
+_LEVELS: dict[type[Event], int] = {
     Failed: logging.WARNING,
     Refused: logging.WARNING,
     Unsettled: logging.WARNING,
     Dead: logging.ERROR,
+    SweepFailed: logging.WARNING,
 }
 
 
-def log(event: InboxEvent) -> None:
+def log(event: Event) -> None:
     """One line an event, control characters escaped, never the payload. The default listener."""
     mismatch = isinstance(event, (Duplicate, Processed)) and event.mismatch
     level = logging.WARNING if mismatch else _LEVELS.get(type(event), logging.DEBUG)
@@ -138,20 +186,34 @@ class Bus:
     """Delivers events to listeners. A listener that raises is logged and harms nobody."""
 
     def __init__(self, listeners: tuple[Listener, ...]) -> None:
-        self._listeners = listeners
+        self._set(listeners)
+
+    def _set(self, listeners: tuple[Listener, ...]) -> None:
+        self.listeners = listeners
+        self.watchers = tuple(one for one in listeners if getattr(one, "hears_starts", False))
+        """Those who hear Started and Finished too."""
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Add a listener; call what this returns to remove it."""
-        self._listeners = (*self._listeners, listener)
+        self._set((*self.listeners, listener))
 
         def unsubscribe() -> None:
-            self._listeners = tuple(one for one in self._listeners if one is not listener)
+            self._set(tuple(one for one in self.listeners if one is not listener))
 
         return unsubscribe
 
-    def emit(self, event: InboxEvent) -> None:
-        for listener in self._listeners:
-            try:
-                listener(event)
-            except Exception:  # noqa: BLE001 - whatever it is, the message is settled
-                _log.exception("an event listener failed")
+    @property
+    def active(self) -> bool:
+        """Whether anybody listens. If not, no event need be made."""
+        return bool(self.listeners)
+
+    def emit(self, event: Event) -> None:
+        tell(self.listeners, event)
+
+
+def tell(listeners: tuple[Listener, ...], event: Event) -> None:
+    for listener in listeners:
+        try:
+            listener(event)
+        except Exception:  # noqa: BLE001 - whatever it is, the message is settled
+            _log.exception("an event listener failed")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import msgspec
 
@@ -16,26 +14,32 @@ class Flights:
     """One runner per identity in this process. The others wait here, holding no connection, and not for ever."""
 
     def __init__(self) -> None:
-        self._flying: dict[bytes, asyncio.Future[None]] = {}
+        self._flying: dict[bytes, asyncio.Future[None] | None] = {}
 
-    @asynccontextmanager
-    async def enter(self, digest: bytes, wait: float) -> AsyncIterator[None]:
-        await self._wait_for(digest, wait)
-        mine = self._flying[digest] = asyncio.get_running_loop().create_future()
-        try:
-            yield
-        finally:
-            del self._flying[digest]
-            mine.set_result(None)
+    def begin(self, digest: bytes) -> bool:
+        """Be the one who works on it, unless somebody else is; `end` must follow."""
+        if digest in self._flying:
+            return False
+        self._flying[digest] = None
+        return True
 
-    async def _wait_for(self, digest: bytes, wait: float) -> None:
+    def end(self, digest: bytes) -> None:
+        waited_for = self._flying.pop(digest)
+        if waited_for is not None:
+            waited_for.set_result(None)
+
+    async def wait_for(self, digest: bytes, deadline: float) -> bool:
+        """Until nobody works on it. False: that took too long."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait
-        while (other := self._flying.get(digest)) is not None:
+        while digest in self._flying:
+            other = self._flying[digest]
+            if other is None:  # the first who waits
+                other = self._flying[digest] = loop.create_future()
             # Not wait_for(): a cancelled waiter must not cancel the future that others wait on.
             await asyncio.wait([other], timeout=max(0.0, deadline - loop.time()))
             if not other.done():
-                raise in_flight(wait)
+                return False
+        return True
 
 
 def in_flight(wait: float) -> TryLater:

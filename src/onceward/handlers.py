@@ -6,6 +6,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ from onceward import codec, keys
 from onceward.errors import InvalidHandler, PayloadUndecodable, UsageError
 from onceward.keys import Key, KeyLike
 from onceward.message import Message, payload_of
+from onceward.retention import check_retention
 from onceward.retry import RetryPolicy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,6 +41,7 @@ class Handler(msgspec.Struct, frozen=True):
     payload: Any = None
     key: Key | None = None
     retry: RetryPolicy | None = None
+    retention: timedelta | None = None
 
     @property
     def name(self) -> str:
@@ -82,6 +85,7 @@ class Router:
         payload: Any = None,
         key: KeyLike | None = None,
         retry: RetryPolicy | None = None,
+        retention: timedelta | None = None,
     ) -> Callable[[F], F]:
         """Register a function for a message type. The function stays as it is."""
         if not isinstance(type, str) or not type:
@@ -90,7 +94,7 @@ class Router:
         def register(function: F) -> F:
             if type in self._handlers:
                 raise UsageError(f"{type!r} already has the handler {self._handlers[type].name!r}")
-            self._handlers[type] = handler_of(function, payload=payload, key=key, retry=retry)
+            self._handlers[type] = handler_of(function, payload=payload, key=key, retry=retry, retention=retention)
             return function
 
         return register
@@ -111,10 +115,13 @@ def handler_of(
     payload: Any = None,
     key: KeyLike | None = None,
     retry: RetryPolicy | None = None,
+    retention: timedelta | None = None,
 ) -> Handler:
     shape = shape_of(function)
     model = payload if payload is not None else shape.payload
-    return Handler(function, shape, model, None if key is None else keys.of(key), retry)
+    if retention is not None:
+        check_retention(retention)
+    return Handler(function, shape, model, None if key is None else keys.of(key), retry, retention)
 
 
 # A bound method is a new object at each access, but the function behind it is not.

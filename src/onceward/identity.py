@@ -31,9 +31,5 @@ class Identity(msgspec.Struct, frozen=True, dict=True):
 
 def digest(*parts: str) -> bytes:
     """The first 16 bytes of SHA-256 over the parts, each behind its length as four big-endian bytes."""
-    hashed = hashlib.sha256()
-    for part in parts:
-        encoded = part.encode()
-        hashed.update(len(encoded).to_bytes(4, "big"))
-        hashed.update(encoded)
-    return hashed.digest()[:16]
+    encoded = [part.encode() for part in parts]
+    return hashlib.sha256(b"".join([len(part).to_bytes(4, "big") + part for part in encoded])).digest()[:16]

@@ -6,45 +6,48 @@ it, and settles it by the decision table of docs/guarantees.md. If it returns, a
 
 from __future__ import annotations
 
-import hashlib
-import os
-import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import msgspec
 
-from onceward import codec, events, keys, tenants
+from onceward import events, keys, lanes, tenants
+from onceward.claim import Claim
 from onceward.errors import (
+    AlreadyProcessed,
     HandlerNotFound,
     InboxClosed,
     InvalidMessage,
     NotDead,
-    PayloadTooLarge,
     RecordNotFound,
-    Reject,
     UsageError,
 )
 from onceward.handlers import F, Handler, Router, handler_of
 from onceward.idempotent import Idempotent
 from onceward.identity import Identity
+from onceward.intake import Intake, Unhandled
 from onceward.keys import KeyLike
+from onceward.lanes import LaneLike
 from onceward.message import Message, check_text
 from onceward.outcome import Kind, Outcome, raised
 from onceward.record import Record, State
+from onceward.retention import check_retention
 from onceward.retry import RetryPolicy
 from onceward.settle import Settler
 from onceward.shield import LoopLock
+from onceward.stats import Stats
 from onceward.store import Store
 from onceward.tenants import TenantLike
+from onceward.upkeep import Progress, Upkeep
+from onceward.watch import watched
 from onceward.work import Work
 
 Tx = TypeVar("Tx")
 R = TypeVar("R")
 
 OnMismatch = Literal["report", "raise"]
-Unhandled = Literal["raise", "ignore", "dead"]
 
 MAX_PAYLOAD = 16 * 1024 * 1024
 
@@ -62,6 +65,7 @@ class Inbox(Generic[Tx]):
         consumer: str,
         handlers: Iterable[Router] = (),
         key: KeyLike | None = None,
+        lane: LaneLike | None = None,
         tenant: TenantLike | None = None,
         retry: RetryPolicy | None = None,
         retention: timedelta = timedelta(days=30),
@@ -84,20 +88,24 @@ class Inbox(Generic[Tx]):
         self._router = Router()
         for router in handlers:
             self._router.include(router)
-        self._key = keys.of(key)
-        self._tenant = tenants.of(tenant)
-        self._has_tenants = tenant is not None
-        self._retry = retry
-        self._retention = retention
-        self._on_mismatch = on_mismatch
-        self._unhandled = unhandled
-        self._seen_before = seen_before
-        self._fingerprint = fingerprint
-        self._record_duration = record_duration
-        self._max_payload = max_payload
+        self._intake = Intake(
+            consumer=consumer,
+            router=self._router,
+            key=keys.of(key),
+            lane=lanes.of(lane),
+            tenant=tenants.of(tenant),
+            has_tenants=tenant is not None,
+            retry=retry,
+            unhandled=unhandled,
+            raise_on_mismatch=on_mismatch == "raise",
+            record_duration=record_duration,
+            max_payload=max_payload,
+            seen_before=seen_before,
+            fingerprint=fingerprint,
+        )
+        self._retention = check_retention(retention)
         self._bus = events.Bus(tuple(listeners))
         self._settler = Settler(store, wait=wait, on_begin=on_begin, cache=cache)
-        self._host = f"{socket.gethostname()}:{os.getpid()}"
         self._open = False
         self._opening = LoopLock()
 
@@ -149,9 +157,10 @@ class Inbox(Generic[Tx]):
         payload: Any = None,
         key: KeyLike | None = None,
         retry: RetryPolicy | None = None,
+        retention: timedelta | None = None,
     ) -> Callable[[F], F]:
         """Register a function for a message type with the inbox's own router."""
-        return self._router.handler(type, payload=payload, key=key, retry=retry)
+        return self._router.handler(type, payload=payload, key=key, retry=retry, retention=retention)
 
     def idempotent(
         self,
@@ -159,6 +168,7 @@ class Inbox(Generic[Tx]):
         key: str | tuple[str, ...] | Callable[..., str],
         name: str | None = None,
         retry: RetryPolicy | None = None,
+        retention: timedelta | None = None,
         on_mismatch: OnMismatch = "raise",
     ) -> Callable[[Callable[..., Awaitable[R]]], Callable[..., Awaitable[R]]]:
         """Make an async function run once per key; it returns the result, the first run's for a repeated call.
@@ -169,11 +179,11 @@ class Inbox(Generic[Tx]):
         """
         _one_of("on_mismatch", on_mismatch, ("report", "raise"))
         settings = Idempotent(key=key, name=name)
+        known = {"retry": retry, "retention": retention, "raise_on_mismatch": on_mismatch == "raise"}
 
         def decorate(function: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]]:
             async def run(message: Message[Any], handler: Handler) -> Any:
-                work = self._work(message, handler, retry=retry, raise_on_mismatch=on_mismatch == "raise")
-                outcome = raised(await self._settle(work))
+                outcome = raised(await self._settle(self._work(message, handler, **known)))
                 if outcome.kind is Kind.DEAD and outcome.error is not None:
                     raise outcome.error
                 return outcome.result
@@ -192,8 +202,10 @@ class Inbox(Generic[Tx]):
         *,
         key: KeyLike | None = ...,
         retry: RetryPolicy | None = ...,
+        retention: timedelta | None = ...,
         origin: str | None = ...,
         redelivered: bool = ...,
+        tx: Any = ...,
     ) -> Outcome[R]: ...
 
     @overload
@@ -204,8 +216,10 @@ class Inbox(Generic[Tx]):
         *,
         key: KeyLike | None = ...,
         retry: RetryPolicy | None = ...,
+        retention: timedelta | None = ...,
         origin: str | None = ...,
         redelivered: bool = ...,
+        tx: Any = ...,
     ) -> Outcome[R]: ...
 
     @overload
@@ -216,8 +230,10 @@ class Inbox(Generic[Tx]):
         *,
         key: KeyLike | None = ...,
         retry: RetryPolicy | None = ...,
+        retention: timedelta | None = ...,
         origin: str | None = ...,
         redelivered: bool = ...,
+        tx: Any = ...,
     ) -> Outcome[Any]: ...
 
     async def process(
@@ -227,8 +243,10 @@ class Inbox(Generic[Tx]):
         *,
         key: KeyLike | None = None,
         retry: RetryPolicy | None = None,
+        retention: timedelta | None = None,
         origin: str | None = None,
         redelivered: bool = False,
+        tx: Any = None,
     ) -> Outcome[Any]:
         """Let the message take effect exactly once. If this returns, acknowledge; if it raises, do not.
 
@@ -236,135 +254,154 @@ class Inbox(Generic[Tx]):
         message; without it the registered handler of the message's type runs. `redelivered` is what the broker
         says; with a retry policy such a delivery is counted before it runs, so that a message that kills its
         process ends as a dead letter. `origin` is kept for people: topic/partition/offset, queue and tag.
+        `retention` keeps this record for so long after it is processed, whatever the inbox's own says.
+
+        With `tx`, a transaction that you opened, the handler runs in a savepoint of that. It is deduplication only:
+        nothing is kept of a failure (see `record_failure`), and nothing has happened before you commit.
         """
-        if not isinstance(message, Message):
-            raise UsageError(f"process takes a Message, not {type(message).__name__}")
-        known = self._handler(message, handler)
+        self._check_message(message)
+        known = self._intake.handler_for(message, handler)
         if known is None:
             self._bus.emit(events.Ignored(consumer=self.consumer, type=message.type, message_id=message.id))
             return Outcome(Kind.IGNORED)
-        work = self._work(message, known, key=key, retry=retry, origin=origin, redelivered=redelivered)
+        work = self._work(
+            message, known, key=key, retry=retry, retention=retention, origin=origin, redelivered=redelivered
+        )
+        if tx is not None:
+            return await self._joined(work, self._settler.join(work, tx))
         return raised(await self._settle(work))
 
-    def _handler(self, message: Message[Any], given: Callable[..., Any] | None) -> Handler | None:
-        """The one given, with the key and retries that are registered for the type; else the registered one."""
-        registered = self._router.find(message.type)
-        if given is None:
-            return registered or self._for_unhandled(message)
-        if registered is None:
-            return handler_of(given)
-        return handler_of(given, key=registered.key, retry=registered.retry)
-
-    def _for_unhandled(self, message: Message[Any]) -> Handler | None:
-        if self._unhandled == "ignore":
-            return None
-        text = f"no handler is registered for {message.type!r}"
-        if self._unhandled == "raise":
-            raise HandlerNotFound(
-                f"{text}. Register one with @inbox.handler({message.type!r}), or set unhandled= to "
-                '"ignore" or "dead" on the inbox.',
-                type=message.type,
-            )
-
-        async def unhandled(_message: Message[Any]) -> None:
-            raise Reject(text)
-
-        return handler_of(unhandled)
-
-    def _work(
+    @asynccontextmanager
+    async def claim(
         self,
         message: Message[Any],
-        handler: Handler,
+        *,
+        tx: Any,
+        key: KeyLike | None = None,
+        retention: timedelta | None = None,
+        origin: str | None = None,
+    ) -> AsyncIterator[Claim]:
+        """Claim a message inside a transaction that you opened: `if claim.first:` do the work, else it is done.
+
+        The block is a savepoint. An error that leaves it takes the claim and what the block wrote with it; the rest of
+        your transaction stands, and ends as you say.
+        """
+        work = self._claim_work("claim", message, key=key, retention=retention, origin=origin)
+        async with self._settler.claimed(work, tx) as claim:
+            if not claim.first:
+                self._tell(work, claim.outcome)
+            yield claim
+
+    async def mark_processed(
+        self,
+        message: Message[Any],
+        *,
+        tx: Any = None,
+        result: Any = None,
+        extra: Any = None,
+        key: KeyLike | None = None,
+        retention: timedelta | None = None,
+        origin: str | None = None,
+    ) -> None:
+        """Record that you processed it, in your transaction. AlreadyProcessed: somebody else has, so roll back.
+
+        `result` is what duplicates get, `extra` anything else worth keeping. Without `tx` it is a transaction of its
+        own, which protects nothing that you wrote before.
+        """
+        work = self._claim_work("mark_processed", message, key=key, retention=retention, origin=origin)
+        async with self._settler.claimed(work, tx) as claim:
+            if claim.first:
+                claim.save(result, extra=extra)
+        if claim.outcome is not None:
+            self._tell(work, claim.outcome)
+            if claim.outcome.kind is Kind.DEAD and claim.outcome.error is not None:
+                raise claim.outcome.error
+            raise AlreadyProcessed(f"{message.type} {message.id!r} is {claim.outcome.kind} already")
+
+    async def is_processed(self, message: Message[Any], *, tx: Any = None, key: KeyLike | None = None) -> bool:
+        """Whether it has taken effect: in your transaction with `tx`, else as far as it is committed.
+
+        True is certain. False may be wrong a moment later; `claim` and `mark_processed` decide.
+        """
+        self._check_message(message)
+        record = await self._find(self.identity_of(message, key=key), message, tx)
+        return record is not None and record.state is State.PROCESSED
+
+    async def record_failure(
+        self,
+        message: Message[Any],
+        error: Exception,
         *,
         key: KeyLike | None = None,
         retry: RetryPolicy | None = None,
         origin: str | None = None,
-        redelivered: bool = False,
-        raise_on_mismatch: bool | None = None,
-        replayed: bool = False,
-        identity: Identity | None = None,
-    ) -> Work:
+    ) -> Outcome[Any]:
+        """Count a failure after you rolled back: FAILED, with `retry_at` where a policy says when, or DEAD."""
+        work = self._claim_work("record_failure", message, key=key, retry=retry, origin=origin)
+        outcome = await self._joined(work, self._settler.keep_failure(work, error))
+        self._tell(work, outcome)
+        return outcome
+
+    def _claim_work(self, verb: str, message: Message[Any], **known: Any) -> Work:
+        self._check_message(message, verb)
+        if not self._open:
+            raise InboxClosed
+        return self._work(message, self._intake.claimant(message), **known)
+
+    def _check_message(self, message: object, verb: str = "process") -> None:
+        if not isinstance(message, Message):
+            raise UsageError(f"{verb} takes a Message, not {type(message).__name__}")
+
+    async def _joined(self, work: Work, settling: Awaitable[Outcome[Any]]) -> Outcome[Any]:
+        """In a transaction of the caller's nothing is processed before the commit, so only what is known is told."""
+        if not self._open:
+            settling.close()  # type: ignore[attr-defined]
+            raise InboxClosed
+        outcome = await settling
+        if outcome.kind is Kind.DUPLICATE:
+            self._tell(work, outcome)
+        return outcome
+
+    def _tell(self, work: Work, outcome: Outcome[Any] | None) -> None:
+        if outcome is not None:
+            self._bus.emit(events.of_outcome(self.consumer, work.message, work.identity, outcome))
+
+    def _work(self, message: Message[Any], handler: Handler, **known: Any) -> Work:
         try:
-            identity = identity or self.identity_of(message, key=key or handler.key)
-            payload = None if message.payload is None else codec.encode(message.payload)
-            headers = codec.encode(dict(message.headers), "headers") if message.headers else None
-            payload_hash = self._payload_hash(message, payload)
+            return self._intake.work(message, handler, **known)
         except InvalidMessage as error:
             self._bus.emit(
                 events.Refused(consumer=self.consumer, type=message.type, message_id=message.id, error=error)
             )
             raise
-        if self._has_tenants and message.tenant != identity.tenant:
-            # What the strategy found is the message's tenant, for on_begin and for the handler too.
-            message = msgspec.structs.replace(message, tenant=identity.tenant)
-        return Work(
-            message=message,
-            identity=identity,
-            handler=handler,
-            payload_hash=payload_hash,
-            payload=None if payload is None else msgspec.Raw(payload),
-            headers=None if headers is None else msgspec.Raw(headers),
-            retry=retry or handler.retry or self._retry,
-            origin=None if origin is None else codec.printable(str(origin)),
-            redelivered=redelivered,
-            host=self._host,
-            raise_on_mismatch=self._on_mismatch == "raise" if raise_on_mismatch is None else raise_on_mismatch,
-            record_duration=self._record_duration,
-            seen_before=self._seen_before,
-            replayed=replayed,
-        )
 
     def identity_of(self, message: Message[Any], *, key: KeyLike | None = None) -> Identity:
         """The identity of a message: by `key`, by its registered handler's key, or by the inbox's."""
-        registered = self._router.find(message.type)
-        strategy = keys.of(key) if key else (registered.key if registered and registered.key else self._key)
-        return Identity(self.consumer, self._tenant(message), strategy.scope(message), keys.check(strategy(message)))
-
-    def _payload_hash(self, message: Message[Any], payload: bytes | None) -> bytes:
-        """Of what makes two payloads the same: the fingerprint, else the bytes as they came, else sorted JSON."""
-        data = message.body if message.body is not None else payload or b"null"
-        size = max(len(data), len(payload or b""))
-        if size > self._max_payload:
-            raise self._too_large(size)
-        if self._fingerprint is not None:
-            seen = self._fingerprint(message)
-            data = seen if isinstance(seen, bytes) else codec.encode(seen, "fingerprint")
-        return hashlib.sha256(data).digest()
-
-    def _too_large(self, size: int) -> PayloadTooLarge:
-        return PayloadTooLarge(
-            f"the payload has {size} bytes, {self._max_payload} are allowed. Send a reference to it, or raise "
-            "max_payload= on the inbox.",
-            size=size,
-            limit=self._max_payload,
-        )
+        return self._intake.identity_of(message, key)
 
     async def _settle(self, work: Work) -> Outcome[Any]:
         """Settle it, and tell those who listen what happened."""
         if not self._open:
             raise InboxClosed
-        try:
-            outcome = await self._settler.settle(work)
-        except Exception as error:
-            self._bus.emit(events.of_error(self.consumer, work.message, work.identity, error))
-            raise
-        self._bus.emit(events.of_outcome(self.consumer, work.message, work.identity, outcome))
-        return outcome
+        if not self._bus.active:
+            return await self._settler.settle(work)
+        return await watched(self._bus, self.consumer, work, self._settler.settle)
 
     # --- records --------------------------------------------------------------------------------------------
 
-    async def get_record(self, message: Message[Any] | Identity) -> Record | None:
-        """What the store remembers of a message or identity."""
+    async def get_record(self, message: Message[Any] | Identity, *, tx: Any = None) -> Record | None:
+        """What the store remembers of a message or identity: as you see it in `tx`, else what is committed."""
+        if not isinstance(message, Identity):
+            return await self._find(self.identity_of(message), message, tx)
+        # For on_begin, which wants to know whose transaction it is.
+        stand_in = Message(id=message.key[:100], type="onceward.lookup", payload=None, tenant=message.tenant)
+        return await self._find(message, stand_in, tx)
+
+    async def _find(self, identity: Identity, message: Message[Any], tx: Any) -> Record | None:
         if not self._open:
             raise InboxClosed
-        if isinstance(message, Identity):
-            identity = message
-            # For on_begin, which wants to know whose transaction it is.
-            message = Message(id=identity.key[:100], type="onceward.lookup", payload=None, tenant=identity.tenant)
-        else:
-            identity = self.identity_of(message)
-            message = msgspec.structs.replace(message, tenant=identity.tenant)
-        async with self._settler.unit(message, read_only=True) as unit:
+        message = msgspec.structs.replace(message, tenant=identity.tenant)
+        async with self._settler.reading(message, tx) as unit:
             found = await unit.find(identity)
         return found.record if found else None
 
@@ -391,25 +428,39 @@ class Inbox(Generic[Tx]):
             if not await unit.discard(record.identity):
                 raise NotDead("the record has changed meanwhile; look again", state=record.state.value)
 
-    async def cleanup(self, older_than: timedelta | None = None, *, batch: int = 1000) -> int:
+    async def cleanup(
+        self, older_than: timedelta | None = None, *, batch: int = 1000, progress: Progress | None = None
+    ) -> int:
         """Delete the records of what was processed longer ago than `older_than` (default: the inbox's retention).
 
-        In small transactions that nobody waits for; what is not processed is never touched. A message whose record is
-        gone is new when it comes again, so keep records longer than your broker can deliver again. The number deleted;
-        while another instance cleans up the same consumer, this one leaves it to that.
+        Records that came with a retention of their own go when their time has come, and no earlier. In small
+        transactions that nobody waits for; what is not processed is never touched. A message whose record is gone is
+        new when it comes again, so keep records longer than your broker can deliver again. The number deleted, told
+        to `progress` meanwhile; while another instance cleans up the same consumer, this one leaves it to that.
         """
+        return await self._upkeep().cleanup(older_than, batch=batch, progress=progress)
+
+    async def sweepable(self, older_than: timedelta | None = None) -> int:
+        """How many records `cleanup` would delete now."""
+        return await self._upkeep().sweepable(older_than)
+
+    async def stats(self) -> Stats:
+        """How many records this consumer has, by state and age. It reads an index; see docs/metrics.md for the cost."""
+        return await self._upkeep().stats()
+
+    async def records(self, *states: State, older_than: timedelta | None = None, limit: int = 100) -> list[Record]:
+        """Records of this consumer, the oldest first: in any state, or in those given.
+
+        Dead letters are `records(State.DEAD)`; what is stuck is `records(State.RUNNING, State.FAILED,
+        older_than=timedelta(minutes=5))`. As `stats` and `cleanup` it is about the whole consumer, so `on_begin` is
+        not called: with row-level security it sees what the role may see.
+        """
+        return await self._upkeep().records(*states, older_than=older_than, limit=limit)
+
+    def _upkeep(self) -> Upkeep:
         if not self._open:
             raise InboxClosed
-        older = (self._retention if older_than is None else older_than).total_seconds()
-        if older < 0 or batch < 1:
-            raise UsageError("cleanup takes a time that is not negative, and batches of at least one")
-        total = 0
-        while True:
-            async with self.store.unit() as unit:
-                deleted = await unit.sweep(self.consumer, older, batch)
-            total += deleted or 0
-            if deleted is None or deleted < batch:
-                return total
+        return Upkeep(self.store, self.consumer, self._retention, self._bus)
 
     async def _dead_letter(self, message: Message[Any] | Identity) -> Record:
         record = await self.get_record(message)

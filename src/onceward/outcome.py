@@ -70,6 +70,8 @@ _VERDICTS: tuple[tuple[type[BaseException], Verdict], ...] = (
     (errors.TryLater, Verdict.RETRY),
     (errors.InvalidMessage, Verdict.REJECT),
     (errors.PayloadMismatch, Verdict.ACK),
+    (errors.AlreadyProcessed, Verdict.ACK),
+    (errors.TransactionUnusable, Verdict.RETRY),
     (errors.HandlerEndedTransaction, Verdict.RETRY),
     (errors.HandlerNotFound, Verdict.STOP),
     (errors.StoreError, Verdict.PAUSE),

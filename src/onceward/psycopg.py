@@ -37,4 +37,5 @@ class PsycopgStore(SqlStore[psycopg.AsyncConnection[Any]]):
     @property
     def pool(self) -> AsyncConnectionPool[Any]:
         """The pool in use, while the store is open."""
-        return self.driver.pool
+        pool: AsyncConnectionPool[Any] = self.driver.pool
+        return pool

@@ -107,6 +107,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     duration_ms: float | None = None
     occurred_at: datetime | None = None
     expires_at: datetime | None = None
+    """Kept until then, whatever the retention of the inbox says."""
+    retention: timedelta | None = None
+    """What a delivery asks for: the store sets expires_at to its own time plus this. None in what is read back."""
     next_try_at: datetime | None = None
     stream: str | None = None
     position: int | None = None

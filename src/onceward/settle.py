@@ -6,22 +6,24 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from onceward import codec
-from onceward.attempt import attempt, compare
-from onceward.errors import OncewardError, TryLater
+from onceward.attempt import attempt, bury_ended, claim, closing_of, compare, keep_failure
+from onceward.claim import Claim
+from onceward.errors import HandlerEndedTransaction, OncewardError, TryLater
 from onceward.flights import Cache, Done, Flights, in_flight
 from onceward.message import Message
 from onceward.outcome import Kind, Outcome
-from onceward.store import Conflict, InFlight, Store, Unit
+from onceward.store import Begin, Conflict, InFlight, Store, Unit
 from onceward.work import Work
 
 Tx = TypeVar("Tx")
+T = TypeVar("T")
 
 MARK_PAUSES = (0.05, 0.2, 1.0, 5.0, 10.0)
 """Seconds before each further try to take back a start mark, while the store is busy or away."""
@@ -48,9 +50,17 @@ class Settler(Generic[Tx]):
 
     def unit(self, message: Message[Any], *, read_only: bool = False) -> AbstractAsyncContextManager[Unit[Tx]]:
         """A unit of work for this message, with the user's `on_begin` in each of its transactions."""
+        return self._store.unit(begin=self._begin(message), wait=self._wait, read_only=read_only)
+
+    def reading(self, message: Message[Any], tx: Any) -> AbstractAsyncContextManager[Unit[Any]]:
+        """To look something up: in the caller's transaction, or what is committed."""
+        if tx is None:
+            return self.unit(message, read_only=True)
+        return self._store.join(tx, begin=self._begin(message))
+
+    def _begin(self, message: Message[Any]) -> Begin[Any] | None:
         hook = self._on_begin
-        begin = None if hook is None else lambda tx: hook(tx, message)
-        return self._store.unit(begin=begin, wait=self._wait, read_only=read_only)
+        return None if hook is None else lambda tx: hook(tx, message)
 
     async def close(self) -> None:
         """Take back what marks are left, and forget: the database may be another one when it is opened again."""
@@ -83,8 +93,93 @@ class Settler(Generic[Tx]):
         if known is not None:
             return known
         deadline = asyncio.get_running_loop().time() + self._wait
-        async with self._flights.enter(work.identity.digest, self._wait):
-            return self._known(work) or await self._try(work, deadline)
+        digest = work.identity.digest
+        while not self._flights.begin(digest):
+            if not await self._flights.wait_for(digest, deadline):
+                raise in_flight(self._wait)
+            known = self._known(work)
+            if known is not None:
+                return known
+        try:
+            return await self._try(work, deadline)
+        finally:
+            self._flights.end(digest)
+
+    async def join(self, work: Work, tx: Any) -> Outcome[Any]:
+        """In a transaction of the caller's. Nothing is remembered: the caller may still roll back."""
+        async with self._ended_buried(work):
+            return await self._patiently(lambda: self._attempt_joined(work, tx))
+
+    async def _attempt_joined(self, work: Work, tx: Any) -> Outcome[Any]:
+        async with self._joined(work, tx) as unit:
+            return await attempt(unit, work)
+
+    def _joined(self, work: Work, tx: Any) -> AbstractAsyncContextManager[Unit[Any]]:
+        return self._store.join(tx, begin=self._begin(work.message))
+
+    @asynccontextmanager
+    async def claimed(self, work: Work, tx: Any) -> AsyncIterator[Claim]:
+        """The claim in a savepoint of the caller's transaction, or, without one, in a transaction of its own."""
+        async with self._ended_buried(work), AsyncExitStack() as stack:
+
+            async def enter() -> tuple[Unit[Any], Claim]:
+                async with AsyncExitStack() as entering:
+                    unit = await entering.enter_async_context(
+                        self.unit(work.message) if tx is None else self._joined(work, tx)
+                    )
+                    settled, before = await claim(unit, work)
+                    if (
+                        settled is None
+                        and work.seen_before is not None
+                        and await work.seen_before(unit.tx, work.message)
+                    ):
+                        settled = Outcome(Kind.DUPLICATE)
+                        await unit.commit()
+                    await stack.enter_async_context(entering.pop_all())
+                    return unit, Claim(work.identity, settled, before)
+
+            unit, mine = await self._patiently(enter)
+            if not mine.first:
+                await unit.rollback()
+            yield mine
+            if mine.first:
+                result, extra = mine.saved
+                closing = closing_of(work, mine.record, result, None, extra)
+                if closing is not None:
+                    await unit.complete(closing)
+                await unit.commit()
+
+    @asynccontextmanager
+    async def _ended_buried(self, work: Work) -> AsyncIterator[None]:
+        """Whoever ended a joined transaction is told, and the message is kept as a dead letter by a unit of our own."""
+        try:
+            yield
+        except HandlerEndedTransaction as error:
+            with suppress(OncewardError):
+                async with self.unit(work.message) as unit:
+                    await bury_ended(unit, work, error)
+            raise
+
+    async def keep_failure(self, work: Work, error: Exception) -> Outcome[Any]:
+        async def keep() -> Outcome[Any]:
+            async with self.unit(work.message) as unit:
+                found = await unit.find(work.identity)
+                return await keep_failure(unit, work, found.record if found else None, error)
+
+        return await self._patiently(keep)
+
+    async def _patiently(self, step: Callable[[], Awaitable[T]]) -> T:
+        """Again while another runner has the message, for as long as the inbox waits."""
+        loop = asyncio.get_running_loop()
+        deadline, pause = loop.time() + self._wait, 0.005
+        while True:
+            try:
+                return await step()
+            except InFlight:
+                if loop.time() + pause > deadline:
+                    raise in_flight(self._wait) from None
+            await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter
+            pause = min(pause * 2, 0.25)
 
     def _known(self, work: Work) -> Outcome[Any] | None:
         """A duplicate of something that this process has seen committed."""
@@ -98,10 +193,12 @@ class Settler(Generic[Tx]):
     async def _try(self, work: Work, deadline: float) -> Outcome[Any]:
         loop = asyncio.get_running_loop()
         pause, conflicts = 0.005, 0
+        if work.redelivered:
+            work = msgspec.structs.replace(work, mark_left=self._mark_left)
         while True:
             try:
                 async with self.unit(work.message) as unit:
-                    outcome = await attempt(unit, msgspec.structs.replace(work, mark_left=self._mark_left))
+                    outcome = await attempt(unit, work)
             except InFlight:
                 if loop.time() + pause > deadline:
                     raise in_flight(self._wait) from None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
+from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ import msgspec
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.record import Failure, Record, State
+from onceward.stats import Stats
 
 Tx = TypeVar("Tx")
 Tx_co = TypeVar("Tx_co", covariant=True)
@@ -48,6 +50,23 @@ class Found(msgspec.Struct, frozen=True):
     now: datetime
 
 
+class Sweepable(StrEnum):
+    """Why a processed record may go."""
+
+    EXPIRED = "expired"  # it had a time of its own, which has come
+    OLD = "old"  # it had none, and is older than what is kept
+
+
+class SweptBatch(msgspec.Struct, frozen=True):
+    """One batch of a sweep."""
+
+    deleted: int
+    more: bool
+    """There may be more to delete."""
+    last: tuple[Any, Any] | None = None
+    """Where the next batch begins. Only the store knows what it means."""
+
+
 class InFlight(Exception):
     """A signal of the stores, never seen by users: another transaction has this identity right now."""
 
@@ -62,6 +81,10 @@ class Unit(Protocol[Tx_co]):
     @property
     def tx(self) -> Tx_co:
         """What the handler writes through."""
+
+    @property
+    def joined(self) -> bool:
+        """It is a savepoint in a transaction of the caller's, which `commit` ends; nothing is ours alone."""
 
     @property
     def lost(self) -> bool:
@@ -113,8 +136,30 @@ class Unit(Protocol[Tx_co]):
     async def bury(self, record: Record, failure: Failure, *, over: tuple[State, ...]) -> Record | None:
         """Make it a dead letter without counting an attempt, if it is new or in one of the states `over`."""
 
-    async def sweep(self, consumer: str, older: float, batch: int) -> int | None:
-        """Delete a batch of processed records older than so many seconds. None: another sweeper is at it."""
+    async def sweep(
+        self, consumer: str, what: Sweepable, older: float, *, batch: int, after: tuple[Any, Any] | None = None
+    ) -> SweptBatch | None:
+        """Delete a batch of processed records: expired, or older than so many seconds. None: another one sweeps.
+
+        A store may make its batches smaller than asked for.
+        """
+
+    async def sweepable(self, consumer: str, older: float) -> int:
+        """How many processed records are expired, or without a time of their own and older than so many seconds."""
+
+    async def now(self) -> datetime:
+        """The time by the clock of the database."""
+
+    async def consumers(self) -> list[str]:
+        """The names of all consumers that have records."""
+
+    async def stats(self, consumer: str) -> Stats:
+        """How many records the consumer has, by state and age."""
+
+    async def records(
+        self, consumer: str, states: tuple[State, ...], *, older: float | None, limit: int
+    ) -> list[Record]:
+        """The oldest records in these states, older than so many seconds."""
 
     async def discard(self, identity: Identity) -> bool:
         """DEAD -> DISCARDED."""
@@ -141,3 +186,6 @@ class Store(Protocol[Tx_co]):
         self, *, begin: Begin[Any] | None = None, wait: float = 5.0, read_only: bool = False
     ) -> AbstractAsyncContextManager[Unit[Tx_co]]:
         """A unit of work. `begin` runs first in each of its transactions; `wait` bounds waiting for a turn."""
+
+    def join(self, tx: Any, *, begin: Begin[Any] | None = None) -> AbstractAsyncContextManager[Unit[Any]]:
+        """A unit inside a transaction of the caller's. TransactionUnusable: it has failed, or is somewhere else."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -23,10 +24,12 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     identity: Identity
     handler: Handler
     payload_hash: bytes
+    lane: str | None = None
     payload: msgspec.Raw | None = None
     """The payload and headers as JSON, from before the handler could change them."""
     headers: msgspec.Raw | None = None
     retry: RetryPolicy | None = None
+    retention: timedelta | None = None
     origin: str | None = None
     redelivered: bool = False
     host: str = ""
@@ -56,6 +59,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             handler=self.handler.name,
             host=self.host,
             occurred_at=message.occurred_at,
+            retention=self.retention,
             stream=message.stream,
             position=message.position,
         )

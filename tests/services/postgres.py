@@ -68,9 +68,11 @@ def free_port() -> int:
 class Server:
     """A running server; it can be stopped and started again for tests that need it away."""
 
-    def __init__(self, folder: Path, data: Path) -> None:
+    def __init__(self, folder: Path, data: Path, *, in_memory: bool) -> None:
         self._folder = folder
         self._data = data
+        self._in_memory = in_memory
+        self.log = data.parent / "postgres.log"
         self.port = free_port()
         self.dsn = f"postgresql://onceward@127.0.0.1:{self.port}/postgres"
         self._process: subprocess.Popen[bytes] | None = None
@@ -78,10 +80,11 @@ class Server:
     def start(self) -> None:
         options = ["-p", str(self.port), "-c", "listen_addresses=127.0.0.1", "-k", str(self._data)]
         # Crash safety of PostgreSQL itself is not under test, and the data is thrown away. What is killed is clients.
-        fast = ["-c", "fsync=off", "-c", "full_page_writes=off", "-c", "max_wal_size=128MB"]
-        room = ["-c", "max_connections=200", "-c", "max_prepared_transactions=0"]
-        with (self._data.parent / "postgres.log").open("ab") as log:
-            command = as_user([str(self._folder / "postgres"), "-D", str(self._data), *options, *fast, *room])
+        fast = ["-c", "fsync=off", "-c", "max_connections=200", "-c", "max_prepared_transactions=0"]
+        if self._in_memory:
+            fast += ["-c", "full_page_writes=off", "-c", "max_wal_size=128MB"]
+        with self.log.open("ab") as log:
+            command = as_user([str(self._folder / "postgres"), "-D", str(self._data), *options, *fast])
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         self._wait_until_ready()
 
@@ -91,7 +94,7 @@ class Server:
         while subprocess.run(ready, check=False).returncode != 0:
             assert self._process is not None
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError((self._data.parent / "postgres.log").read_text()[-2000:])
+                raise RuntimeError(self.log.read_text()[-2000:])
             time.sleep(0.05)
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
@@ -101,12 +104,11 @@ class Server:
             self._process = None
 
 
-def quick_folder() -> str | None:
-    """Where to put data that is thrown away: in memory if there is room, as each test makes hundreds of files."""
-    memory = Path("/dev/shm")
-    if memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**30:
-        return str(memory)
-    return None
+def memory() -> Path | None:
+    """A folder in memory, if there is one with some room."""
+    folder = Path("/dev/shm")
+    usable = folder.is_dir() and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > 2**30
+    return folder if usable else None
 
 
 def as_user(command: list[str]) -> list[str]:
@@ -124,12 +126,12 @@ def _account() -> pwd.struct_passwd:
 
 
 @contextmanager
-def throwaway() -> Iterator[Server]:
-    """A server in a temp folder, gone afterwards."""
+def throwaway(*, in_memory: bool = False) -> Iterator[Server]:
+    """A server in a temp folder, gone afterwards. In memory it is quicker to make databases: each is 300 files."""
     folder = binaries()
     if folder is None:
         raise FileNotFoundError(f"no PostgreSQL on this machine; set {VARIABLE} or run `make test` once")
-    with tempfile.TemporaryDirectory(prefix="onceward-pg-", dir=quick_folder()) as place:
+    with tempfile.TemporaryDirectory(prefix="onceward-pg-", dir=memory() if in_memory else None) as place:
         data = Path(place) / "data"
         data.mkdir()
         Path(place).chmod(0o755)
@@ -149,7 +151,7 @@ def throwaway() -> Iterator[Server]:
             "-N",
         ]
         subprocess.run(as_user(init), check=True, stdout=subprocess.DEVNULL)
-        server = Server(folder, data)
+        server = Server(folder, data, in_memory=in_memory)
         server.start()
         try:
             yield server

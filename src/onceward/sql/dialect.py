@@ -37,6 +37,8 @@ class Dialect(msgspec.Struct, frozen=True):
     moment: Callable[[datetime], Any]
     """A point in time as a parameter."""
     schema: str | None = None
+    most_deletes: int = 5000
+    """In one statement. SQLite does nothing else meanwhile, and neither does the event loop."""
 
     def __call__(self, statement: str, params: Mapping[str, Any] | None = None) -> Statement:
         return Statement(self.statements[statement], params or {})
@@ -53,7 +55,7 @@ def postgresql(schema: str | None = None) -> Dialect:
 
 
 def sqlite() -> Dialect:
-    return Dialect("sqlite", _statements("sqlite"), bytes, _iso)
+    return Dialect("sqlite", _statements("sqlite"), bytes, _iso, most_deletes=200)
 
 
 DIALECTS: Mapping[str, Callable[[], Dialect]] = {"postgresql": postgresql, "sqlite": sqlite}

@@ -8,12 +8,12 @@
 -- name: claim
 INSERT INTO onceward_records (
     identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts,
-    payload_hash, handler, host, processed_at, occurred_at, stream, position)
+    payload_hash, handler, host, processed_at, occurred_at, expires_at, stream, position)
 SELECT
     :identity::text::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
     :source::text, :topic::text, :origin::text, 'processed', 1,
-    :payload_hash::bytea, :handler::text, :host::text, now(), :occurred_at::timestamptz, :stream::text,
-    :position::bigint
+    :payload_hash::bytea, :handler::text, :host::text, now(), :occurred_at::timestamptz,
+    now() + :keep_ms::bigint * interval '1 millisecond', :stream::text, :position::bigint
 WHERE pg_try_advisory_xact_lock(:lock::bigint)
 ON CONFLICT (identity) DO NOTHING
 
@@ -36,7 +36,8 @@ LIMIT 1
 UPDATE onceward_records
 SET state = 'processed', attempts = attempts + 1, started = greatest(0, started - :unmark::int), processed_at = now(),
     payload = NULL, body = NULL, headers = NULL, payload_hash = :payload_hash::bytea, next_try_at = NULL,
-    origin = :origin::text, handler = :handler::text, host = :host::text
+    origin = :origin::text, handler = :handler::text, host = :host::text,
+    expires_at = now() + :keep_ms::bigint * interval '1 millisecond'
 WHERE identity = :identity::text::uuid
   AND state = :was_state::text AND attempts = :was_attempts::int AND started = :was_started::int
   AND pg_try_advisory_xact_lock(:lock::bigint)
@@ -81,7 +82,7 @@ INSERT INTO onceward_records (
 SELECT
     :identity::text::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
     :source::text, :topic::text, :origin::text, :state::text, :counted::int,
-    jsonb_build_array(:error::text::jsonb || jsonb_build_object('at', clock_timestamp())),
+    jsonb_build_array(:error::text::jsonb || jsonb_build_object('at', clock_timestamp()))::json,
     :payload::text::json, :body::bytea, :headers::text::json, :payload_hash::bytea, :handler::text, :host::text,
     :duration_ms::float8, :occurred_at::timestamptz, clock_timestamp() + :delay::float8 * interval '1 second',
     :stream::text, :position::bigint, :depends_on::text::json
@@ -91,10 +92,11 @@ SET state = excluded.state, attempts = onceward_records.attempts + :counted::int
     -- a record that says processed has taken its mark back already
     started = greatest(0, onceward_records.started
                           - CASE WHEN onceward_records.state = 'processed' THEN 0 ELSE :unmark::int END),
-    errors = jsonb_path_query_array(coalesce(onceward_records.errors, '[]'), '$[last - 8 to last]') || excluded.errors,
+    errors = (jsonb_path_query_array(coalesce(onceward_records.errors::jsonb, '[]'), '$[last - 8 to last]')
+              || excluded.errors::jsonb)::json,
     payload = excluded.payload, body = excluded.body, headers = excluded.headers,
     payload_hash = excluded.payload_hash, origin = excluded.origin, handler = excluded.handler,
-    host = excluded.host, duration_ms = excluded.duration_ms, processed_at = NULL,
+    host = excluded.host, duration_ms = excluded.duration_ms, processed_at = NULL, expires_at = NULL,
     next_try_at = excluded.next_try_at
 WHERE onceward_records.state = ANY (string_to_array(:from_states::text, ','))
 RETURNING
@@ -111,14 +113,115 @@ WHERE identity = :identity::text::uuid AND state = 'dead' AND pg_try_advisory_xa
 -- name: sweep_lock
 SELECT 1 WHERE pg_try_advisory_xact_lock(:lock::bigint)
 
--- Only processed records, the oldest first, and none that a transaction holds: traffic never waits for this.
--- name: sweep
-DELETE FROM onceward_records WHERE identity IN (
-    SELECT identity FROM onceward_records
-    WHERE consumer = :consumer::text AND state = 'processed'
-      AND processed_at < clock_timestamp() - :older::float8 * interval '1 second'
+-- A batch of processed records, the oldest first, and none that a transaction holds. The advisory locks are those of
+-- the identities: a delivery of one of them finds it locked, reads the record and goes on; nobody waits for this.
+-- A sweep goes on where its last batch ended: what was deleted is still in the index until a vacuum.
+-- name: sweep_expired
+WITH found AS MATERIALIZED (
+    SELECT identity, expires_at AS moment FROM onceward_records
+    WHERE consumer = :consumer::text AND state = 'processed' AND expires_at < now()
+      AND (expires_at, identity) > (coalesce(:after::timestamptz, '-infinity'),
+                                  coalesce(:after_identity::text::uuid, '00000000-0000-0000-0000-000000000000'))
+    ORDER BY expires_at, identity LIMIT :batch::int
+    FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM onceward_records AS old USING found
+    WHERE old.identity = found.identity
+      AND pg_try_advisory_xact_lock(('x' || left(replace(found.identity::text, '-', ''), 16))::bit(64)::bigint)
+    RETURNING old.identity
+)
+SELECT found.identity::text AS identity, found.moment, (gone.identity IS NOT NULL)::int AS deleted
+FROM found LEFT JOIN gone USING (identity)
+
+-- name: sweep_old
+WITH found AS MATERIALIZED (
+    SELECT identity, processed_at AS moment FROM onceward_records
+    WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NULL
+      AND processed_at < now() - :older::float8 * interval '1 second'
+      AND (processed_at, identity) > (coalesce(:after::timestamptz, '-infinity'),
+                                  coalesce(:after_identity::text::uuid, '00000000-0000-0000-0000-000000000000'))
     ORDER BY processed_at, identity LIMIT :batch::int
-    FOR UPDATE SKIP LOCKED)
+    FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM onceward_records AS old USING found
+    WHERE old.identity = found.identity
+      AND pg_try_advisory_xact_lock(('x' || left(replace(found.identity::text, '-', ''), 16))::bit(64)::bigint)
+    RETURNING old.identity
+)
+SELECT found.identity::text AS identity, found.moment, (gone.identity IS NOT NULL)::int AS deleted
+FROM found LEFT JOIN gone USING (identity)
+
+-- name: sweep_count
+SELECT
+    (SELECT count(*) FROM onceward_records
+     WHERE consumer = :consumer::text AND state = 'processed' AND expires_at < now())
+    + (SELECT count(*) FROM onceward_records
+       WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NULL
+         AND processed_at < now() - :older::float8 * interval '1 second') AS records
+
+-- The time of a record is when it was processed, or else received. Each part is in an index of its own.
+-- name: stats
+SELECT 'processed' AS state, count(*) AS records,
+    count(*) FILTER (WHERE processed_at > now() - interval '1 day') AS last_day,
+    count(*) FILTER (WHERE processed_at > now() - interval '1 hour') AS last_hour,
+    min(processed_at) AS oldest
+FROM onceward_records WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NULL
+UNION ALL
+SELECT 'processed' AS state, count(*) AS records,
+    count(*) FILTER (WHERE processed_at > now() - interval '1 day') AS last_day,
+    count(*) FILTER (WHERE processed_at > now() - interval '1 hour') AS last_hour,
+    min(processed_at) AS oldest
+FROM onceward_records WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NOT NULL
+UNION ALL
+SELECT state AS state, count(*) AS records,
+    count(*) FILTER (WHERE received_at > now() - interval '1 day') AS last_day,
+    count(*) FILTER (WHERE received_at > now() - interval '1 hour') AS last_hour,
+    min(received_at) AS oldest
+FROM onceward_records WHERE consumer = :consumer::text AND state <> 'processed'
+GROUP BY state
+
+-- name: consumers
+SELECT DISTINCT consumer FROM onceward_records ORDER BY consumer
+
+-- name: records_unfinished
+SELECT
+    consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
+    errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
+    received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
+    depends_on::text, received_position, processed_position
+FROM onceward_records
+WHERE consumer = :consumer::text AND state <> 'processed' AND state = ANY (string_to_array(:states::text, ','))
+  AND received_at <= coalesce(now() - :older::float8 * interval '1 second', 'infinity')
+ORDER BY received_at, identity LIMIT :limit::int
+
+-- name: records_processed
+SELECT
+    consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
+    errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
+    received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
+    depends_on::text, received_position, processed_position
+FROM onceward_records
+WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NULL
+  AND processed_at <= coalesce(now() - :older::float8 * interval '1 second', 'infinity')
+ORDER BY processed_at, identity LIMIT :limit::int
+
+-- name: records_expiring
+SELECT
+    consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
+    errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
+    received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
+    depends_on::text, received_position, processed_position
+FROM onceward_records
+WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NOT NULL
+  AND processed_at <= coalesce(now() - :older::float8 * interval '1 second', 'infinity')
+ORDER BY processed_at, identity LIMIT :limit::int
+
+-- name: now
+SELECT clock_timestamp() AS now
+
+-- Which database this is.
+-- name: schema_token
+SELECT token FROM onceward_schema WHERE version = 1
 
 -- name: schema_version
 SELECT coalesce(max(version), 0) AS version FROM onceward_schema
@@ -137,3 +240,23 @@ INSERT INTO onceward_schema (version, name) VALUES (:version::int, :name::text)
 -- One migration at a time, whoever starts; the number is the first 8 bytes of sha256('onceward_schema').
 -- name: schema_lock
 SELECT pg_advisory_xact_lock(x'c60b09ae02fc7685'::bigint)
+
+-- name: schema_versions
+SELECT version FROM onceward_schema
+
+-- name: record_columns
+SELECT attname::text AS name FROM pg_attribute
+WHERE attrelid = to_regclass('onceward_records') AND attnum > 0 AND NOT attisdropped
+
+-- name: token_exists
+SELECT 1 FROM pg_attribute
+WHERE attrelid = to_regclass('onceward_schema') AND attname = 'token' AND NOT attisdropped
+
+-- name: token_column
+ALTER TABLE onceward_schema ADD COLUMN token text NOT NULL DEFAULT gen_random_uuid()::text
+
+-- name: token_filled
+UPDATE onceward_schema SET token = gen_random_uuid()::text WHERE coalesce(token, '') = ''
+
+-- name: function_missing
+SELECT 1 WHERE to_regprocedure('onceward_id(text, text, text, text)') IS NULL

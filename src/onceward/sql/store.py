@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
-from onceward.sql import verbs
+from onceward.sql import upkeep, verbs
 from onceward.sql.dialect import DIALECTS, migrations, quoted
 from onceward.sql.driver import Driver, Session
+from onceward.sql.joined import joined
 from onceward.sql.plan import Plan, inlined, run
-from onceward.store import Begin, Features, Found
+from onceward.stats import Stats
+from onceward.store import Begin, Features, Found, Sweepable, SweptBatch
 
 Tx = TypeVar("Tx")
 T = TypeVar("T")
@@ -26,6 +29,7 @@ class SqlStore(Generic[Tx]):
     def __init__(self, driver: Driver[Tx]) -> None:
         self._driver = driver
         self._users = 0
+        self._token = ""
         self._opening = LoopLock()
 
     @property
@@ -45,6 +49,7 @@ class SqlStore(Generic[Tx]):
                 await self._migrate()
             async with self._driver.session(wait=30.0) as session:
                 await _transaction(session, verbs.check_version(self._driver.dialect))
+                self._token = await _transaction(session, verbs.token(self._driver.dialect))
         except BaseException:
             await finish(self._driver.close())
             raise
@@ -57,13 +62,20 @@ class SqlStore(Generic[Tx]):
 
     async def setup(self) -> None:
         """Make or upgrade the tables. Safe with many instances starting at once; the store need not be open."""
+        await self._opened(self._migrate)
+
+    async def stamp(self) -> None:
+        """Mark tables that another migration tool has made as ours, up to date; see `onceward stamp`."""
+        await self._opened(self._stamp)
+
+    async def _opened(self, work: Callable[[], Awaitable[None]]) -> None:
         async with self._opening.of_this_loop():
             if self._users:
-                await self._migrate()
+                await work()
                 return
             try:
                 await self._driver.open()
-                await self._migrate()
+                await work()
             finally:
                 await finish(self._driver.close())
 
@@ -81,16 +93,35 @@ class SqlStore(Generic[Tx]):
             finally:
                 await session.rollback()
 
-    @asynccontextmanager
-    async def unit(
-        self, *, begin: Begin[Tx] | None = None, wait: float = 5.0, read_only: bool = False
-    ) -> AsyncIterator[SqlUnit[Tx]]:
-        async with self._driver.session(wait=wait, read_only=read_only) as session:
-            unit = SqlUnit(self._driver, session, begin, wait)
+    async def _stamp(self) -> None:
+        dialect = self._driver.dialect
+        async with self._driver.session(wait=30.0) as session:
             try:
-                yield unit
+                await session.begin()
+                if dialect.schema is not None:
+                    await session.script(_placed(dialect.schema))
+                more = await run(upkeep.stamp(dialect), session.execute)
+                if more is not None:
+                    await session.script(more)
+                await session.commit()
             finally:
-                await unit.rollback()
+                await session.rollback()
+
+    def unit(
+        self, *, begin: Begin[Tx] | None = None, wait: float = 5.0, read_only: bool = False
+    ) -> AbstractAsyncContextManager[SqlUnit[Tx]]:
+        return _Units(self._driver, begin, wait, read_only=read_only)
+
+    @asynccontextmanager
+    async def join(self, tx: Any, *, begin: Begin[Any] | None = None) -> AsyncIterator[SqlUnit[Any]]:
+        dialect = self._driver.dialect
+        session = await joined(tx, dialect.name)
+        session.expect(self._token, dialect("schema_token"))
+        unit: SqlUnit[Any] = SqlUnit(self._driver, session, begin, 0.0, joined=True)
+        try:
+            yield unit
+        finally:
+            await unit.rollback()
 
 
 def schema(dialect: str) -> str:
@@ -117,10 +148,36 @@ async def _transaction(session: Session[Any], plan: Plan[T]) -> T:
         await session.rollback()
 
 
+class _Units(Generic[Tx]):
+    """A unit on a session of its own."""
+
+    __slots__ = ("_begin", "_driver", "_sessions", "_unit", "_wait")
+
+    def __init__(self, driver: Driver[Tx], begin: Begin[Tx] | None, wait: float, *, read_only: bool) -> None:
+        self._driver = driver
+        self._begin = begin
+        self._wait = wait
+        self._sessions = driver.session(wait=wait, read_only=read_only)
+
+    async def __aenter__(self) -> SqlUnit[Tx]:
+        session = await self._sessions.__aenter__()
+        self._unit = SqlUnit(self._driver, session, self._begin, self._wait)
+        return self._unit
+
+    async def __aexit__(self, *_error: object) -> None:
+        try:
+            await self._unit.rollback()
+        finally:
+            await self._sessions.__aexit__(None, None, None)
+
+
 class SqlUnit(Generic[Tx]):
     """See onceward.store.Unit."""
 
-    def __init__(self, driver: Driver[Tx], session: Session[Tx], begin: Begin[Tx] | None, wait: float) -> None:
+    def __init__(
+        self, driver: Driver[Tx], session: Session[Tx], begin: Begin[Tx] | None, wait: float, *, joined: bool = False
+    ) -> None:
+        self.joined = joined
         self._driver = driver
         self._wait = wait
         self._dialect = driver.dialect
@@ -177,8 +234,27 @@ class SqlUnit(Generic[Tx]):
     async def bury(self, record: Record, failure: Failure, *, over: tuple[State, ...]) -> Record | None:
         return await self._alone(verbs.fail(self._dialect, record, failure, state=State.DEAD, over=over, counted=False))
 
-    async def sweep(self, consumer: str, older: float, batch: int) -> int | None:
-        return await self._alone(verbs.sweep(self._dialect, consumer, older, batch))
+    async def sweep(
+        self, consumer: str, what: Sweepable, older: float, *, batch: int, after: tuple[Any, Any] | None = None
+    ) -> SweptBatch | None:
+        return await self._alone(upkeep.sweep(self._dialect, consumer, what, older, batch=batch, after=after))
+
+    async def sweepable(self, consumer: str, older: float) -> int:
+        return await self._alone(upkeep.sweepable(self._dialect, consumer, older))
+
+    async def now(self) -> datetime:
+        return await self._alone(upkeep.now(self._dialect))
+
+    async def consumers(self) -> list[str]:
+        return await self._alone(upkeep.consumers(self._dialect))
+
+    async def stats(self, consumer: str) -> Stats:
+        return await self._alone(upkeep.stats(self._dialect, consumer))
+
+    async def records(
+        self, consumer: str, states: tuple[State, ...], *, older: float | None, limit: int
+    ) -> list[Record]:
+        return await self._alone(upkeep.records(self._dialect, consumer, states, older=older, limit=limit))
 
     async def discard(self, identity: Identity) -> bool:
         return await self._alone(verbs.discard(self._dialect, identity))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
 
 from onceward import codec
 from onceward.errors import HandlerEndedTransaction, SchemaMissing, SchemaOutdated, SchemaTooNew
-from onceward.identity import Identity, digest
+from onceward.identity import Identity
 from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.sql.dialect import Dialect, Migration, migrations
@@ -20,7 +20,7 @@ from onceward.store import Found, InFlight
 
 def claim(dialect: Dialect, record: Record) -> Plan[Found | None]:
     """The insert decides. Only when it did not insert do we look, and a look never answers "new"."""
-    inserted = yield dialect("claim", _params(dialect, record))
+    inserted = yield dialect("claim", _claim_params(dialect, record))
     if inserted.changed == 1:
         return None
     found = yield from find(dialect, record.identity)
@@ -108,16 +108,6 @@ def discard(dialect: Dialect, identity: Identity) -> Plan[bool]:
     return discarded.changed == 1
 
 
-def sweep(dialect: Dialect, consumer: str, older: float, batch: int) -> Plan[int | None]:
-    """Delete one batch of what was processed more than `older` seconds ago. None: another sweeper is at it."""
-    lock = int.from_bytes(digest("onceward sweep", consumer)[:8], "big", signed=True)
-    locked = yield dialect("sweep_lock", {"lock": lock})
-    if not locked.rows:
-        return None
-    swept = yield dialect("sweep", {"consumer": consumer, "older": round(older, 3), "batch": batch})
-    return swept.changed
-
-
 def version(dialect: Dialect) -> Plan[int]:
     result = yield dialect("schema_version")
     found: int = result.rows[0]["version"]
@@ -139,6 +129,12 @@ def check_version(dialect: Dialect) -> Plan[None]:
             f"the tables have version {found}, this onceward knows {wanted}. Upgrade the package.",
             found=found, wanted=wanted,
         )  # fmt: skip
+
+
+def token(dialect: Dialect) -> Plan[str]:
+    """Which database this is: the same for everyone who is connected to it."""
+    result = yield dialect("schema_token")
+    return result.rows[0]["token"] if result.rows else ""
 
 
 def pending_migrations(dialect: Dialect) -> Plan[list[Migration]]:
@@ -177,10 +173,13 @@ def _joined(states: tuple[State, ...]) -> str:
     return ",".join(state.value for state in states)
 
 
-def _params(dialect: Dialect, record: Record) -> dict[str, Any]:
+def _claim_params(dialect: Dialect, record: Record) -> dict[str, Any]:
+    """What a claim writes: who and what it is, and nothing of its content."""
     identity = record.identity
+    digest = identity.digest
     return {
-        **_identity(dialect, identity),
+        "identity": dialect.identity(digest),
+        "lock": int.from_bytes(digest[:8], "big", signed=True),
         "consumer": identity.consumer,
         "tenant": identity.tenant,
         "scope": identity.scope,
@@ -190,18 +189,24 @@ def _params(dialect: Dialect, record: Record) -> dict[str, Any]:
         "source": record.source,
         "topic": record.topic,
         "origin": record.origin,
+        "payload_hash": record.payload_hash,
+        "handler": record.handler,
+        "host": record.host,
+        "occurred_at": None if record.occurred_at is None else dialect.moment(record.occurred_at),
+        "keep_ms": None if record.retention is None else round(record.retention / timedelta(milliseconds=1)),
+        "stream": record.stream,
+        "position": record.position,
+    }
+
+
+def _params(dialect: Dialect, record: Record) -> dict[str, Any]:
+    return _claim_params(dialect, record) | {
         "payload": _json(record.payload),
         "body": record.body,
         "headers": _json(record.headers or None),
-        "payload_hash": record.payload_hash,
         "result": _json(record.result),
         "extra": _json(record.extra),
-        "handler": record.handler,
-        "host": record.host,
         "duration_ms": record.duration_ms,
-        "occurred_at": None if record.occurred_at is None else dialect.moment(record.occurred_at),
-        "stream": record.stream,
-        "position": record.position,
         "depends_on": _json(record.depends_on or None),
     }
 

@@ -6,8 +6,19 @@ store. `PointStore` stops a run at a named point, to kill or cancel it there. It
 
 from onceward.testing.contract import StoreContract
 from onceward.testing.lab import Lab
-from onceward.testing.labs import PostgresLab, PsycopgLab, SqliteLab
+from onceward.testing.labs import AiosqliteLab, PostgresLab, PsycopgLab, SqlAlchemyPostgresLab, SqliteLab
 from onceward.testing.points import POINTS, PointStore
 from onceward.testing.proxy import Proxy
 
-__all__ = ["POINTS", "Lab", "PointStore", "PostgresLab", "Proxy", "PsycopgLab", "SqliteLab", "StoreContract"]
+__all__ = [
+    "POINTS",
+    "AiosqliteLab",
+    "Lab",
+    "PointStore",
+    "PostgresLab",
+    "Proxy",
+    "PsycopgLab",
+    "SqlAlchemyPostgresLab",
+    "SqliteLab",
+    "StoreContract",
+]

@@ -24,6 +24,8 @@ class Lab(ABC):
     """For child processes: `Inbox.connect(url)` must reach the same database."""
     multiple_statements = False
     """A handler can send several statements at once, as in "COMMIT; BEGIN"."""
+    tasks_share_tx = True
+    """Several tasks of a handler may use tx at the same time; SQLAlchemy's sessions are for one task only."""
     network = False
     """The database is behind a connection that can be cut: `store_behind(port)` and `address` work."""
     address: tuple[str, int] = ("127.0.0.1", 0)
@@ -56,6 +58,10 @@ class Lab(ABC):
         """What a handler says through its tx. Parameters are $1, $2 in their order."""
         return await run_sql(tx, sql, *params)
 
+    def savepoint(self, tx: Any) -> Any:
+        """A block of the handler's that can be undone alone."""
+        return tx.transaction()
+
     def second_connection(self, store: Any) -> Any:
         """A connection of the store's own pool, taken as a user would."""
         raise NotImplementedError
@@ -66,6 +72,14 @@ class Lab(ABC):
 
     async def slow_commits(self) -> None:  # noqa: B027 - not every database can
         """Make a COMMIT take a moment, where the database can, so that something can happen meanwhile."""
+
+    async def slow_deletes(self) -> None:
+        """Make each DELETE of a record take a second or two after its work is done, its locks still held."""
+        raise NotImplementedError
+
+    async def deleting(self) -> None:
+        """Wait until such a DELETE is on its way."""
+        raise NotImplementedError
 
     async def effects(self) -> list[str]:
         return [row[0] for row in await self.query("SELECT what FROM effects ORDER BY what")]

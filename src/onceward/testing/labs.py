@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import sqlite3
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -79,6 +81,20 @@ class PostgresLab(Lab):
             "FOR EACH ROW EXECUTE FUNCTION slow()"
         )
 
+    async def slow_deletes(self) -> None:
+        await self.query(
+            "CREATE FUNCTION slow_delete() RETURNS trigger LANGUAGE plpgsql "
+            "AS 'BEGIN PERFORM pg_sleep(1.5); RETURN NULL; END'"
+        )
+        await self.query(
+            "CREATE TRIGGER slow_delete AFTER DELETE ON onceward_records FOR EACH ROW EXECUTE FUNCTION slow_delete()"
+        )
+
+    async def deleting(self) -> None:
+        asleep = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'"
+        while not await self.query(asleep):  # noqa: ASYNC110 - the server sends no events
+            await asyncio.sleep(0.02)
+
     async def query(self, sql: str) -> list[tuple[Any, ...]]:
         import asyncpg  # noqa: PLC0415
 
@@ -110,3 +126,84 @@ class PsycopgLab(PostgresLab):
 
     def second_connection(self, store: Any) -> Any:
         return store.pool.connection()
+
+
+class SqlAlchemyPostgresLab(PostgresLab):
+    """The same database through SQLAlchemy, on asyncpg or psycopg."""
+
+    multiple_statements = False
+    tasks_share_tx = False
+
+    def __init__(self, dsn: str, driver: str) -> None:
+        super().__init__(dsn)
+        self.dsn = dsn
+        self.driver = driver
+        self.url = f"sqlalchemy+{self._engine_url(dsn)}"
+
+    def _engine_url(self, dsn: str) -> str:
+        return dsn.replace("postgresql://", f"postgresql+{self.driver}://", 1)
+
+    def store(self, *, max_size: int = 10, **options: Any) -> Store[Any]:
+        return self._store(self.dsn, max_size, **options)
+
+    def _store(self, dsn: str, max_size: int, **options: Any) -> Store[Any]:
+        from onceward.sqlalchemy import SqlAlchemyStore  # noqa: PLC0415 - an extra
+
+        sizes = {"pool_size": max_size, "max_overflow": 0, "pool_timeout": 1 if max_size < 10 else 30}
+        return SqlAlchemyStore(self._engine_url(dsn), **sizes | options)
+
+    def store_behind(self, port: int) -> Store[Any]:
+        behind = self.dsn.replace(f":{self.address[1]}/", f":{port}/").replace(self.address[0], "127.0.0.1")
+        return self._store(behind, 2)
+
+    def savepoint(self, tx: Any) -> Any:
+        return tx.begin_nested()
+
+    def second_connection(self, store: Any) -> Any:
+        return _sqlalchemy_connection(store)
+
+    async def query(self, sql: str) -> list[tuple[Any, ...]]:
+        return await PostgresLab(self.dsn).query(sql)
+
+
+class AiosqliteLab(SqliteLab):
+    """A file through SQLAlchemy and aiosqlite."""
+
+    tasks_share_tx = False
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.url = f"sqlite+aiosqlite:///{path}"
+
+    def store(self, *, max_size: int = 10, **options: Any) -> Store[Any]:
+        from onceward.sqlalchemy import SqlAlchemyStore  # noqa: PLC0415 - an extra
+
+        return SqlAlchemyStore(self.url, **{"pool_size": max_size, "max_overflow": 0, "pool_timeout": 1} | options)
+
+    def unreachable(self) -> Store[Any]:
+        from onceward.sqlalchemy import SqlAlchemyStore  # noqa: PLC0415
+
+        return SqlAlchemyStore(f"sqlite+aiosqlite:///{self.path.parent}/nowhere/shop.db")
+
+    def savepoint(self, tx: Any) -> Any:
+        return tx.begin_nested()
+
+    def second_connection(self, store: Any) -> Any:
+        return _sqlalchemy_connection(store)
+
+
+@asynccontextmanager
+async def _sqlalchemy_connection(store: Any) -> AsyncIterator[Any]:
+    async with store.engine.connect() as connection:
+        yield _Plain(connection)
+
+
+class _Plain:
+    """`execute(sql)` on an SQLAlchemy connection."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    async def execute(self, sql: str) -> None:
+        await self._connection.exec_driver_sql(sql)
+        await self._connection.commit()

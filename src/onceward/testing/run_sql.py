@@ -7,6 +7,8 @@ from typing import Any
 
 
 async def run_sql(tx: Any, sql: str, *params: Any) -> list[tuple[Any, ...]]:
+    if hasattr(tx, "begin_nested"):  # SQLAlchemy
+        return await _run_sqlalchemy(tx, sql, *params)
     if getattr(tx, "fetch", None) is None:  # psycopg
         cursor = await tx.execute(re.sub(r"\$\d", "%s", sql), params or None)
         return list(await cursor.fetchall()) if cursor.description else []
@@ -14,3 +16,11 @@ async def run_sql(tx: Any, sql: str, *params: Any) -> list[tuple[Any, ...]]:
         return [tuple(row) for row in await tx.fetch(sql, *params)]
     await tx.execute(sql, *params)  # several statements at once are possible here only
     return []
+
+
+async def _run_sqlalchemy(tx: Any, sql: str, *params: Any) -> list[tuple[Any, ...]]:
+    from sqlalchemy import text  # noqa: PLC0415 - an extra
+
+    values = {f"p{number}": value for number, value in enumerate(params, 1)}
+    result = await tx.execute(text(re.sub(r"\$(\d)", r":p\1", sql)), values)
+    return [tuple(row) for row in result.all()] if result.returns_rows else []

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Coroutine
 from typing import Any
+from weakref import WeakSet
 
 import asyncpg
 
-from onceward.errors import StoreUnavailable, TryLater, UsageError
-from onceward.sql import dialect
+from onceward.errors import StoreUnavailable, UsageError
+from onceward.shield import finish_here
 from onceward.sql.drivers.asyncpg_guard import GuardedConnection, acquire, put_on, release, take_off
 from onceward.sql.drivers.pool_watch import PoolWatch
-from onceward.sql.drivers.postgresql import LOCATE, Guard, PostgresSession, count
+from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
 from onceward.sql.plan import Result, Statement, gives_rows, numbered
-from onceward.store import Features
 
 
 class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
-    def __init__(self, connection: asyncpg.Connection) -> None:
+    def __init__(self, connection: asyncpg.Connection, resets: Resets | None = None) -> None:
         super().__init__()
         self._connection = connection
+        self._resets = resets
 
     @property
     def tx(self) -> asyncpg.Connection:
@@ -45,6 +45,15 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     def _has_standard_strings(self) -> bool:
         return bool(self._connection.get_settings().standard_conforming_strings == "on")
 
+    def _prepares_on(self) -> Any:
+        """`statement_cache_size=0` is what asyncpg needs behind PgBouncer."""
+        return self._connection if getattr(self._connection, "_stmt_cache_enabled", False) else None
+
+    async def begin(self, first: Statement | None = None) -> Result:
+        if self._resets is not None:
+            self._resets.used(self._connection)
+        return await super().begin(first)
+
     async def _send(self, sql: str) -> str:
         tag: str = await self._connection.execute(sql)
         return tag
@@ -60,10 +69,33 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     def _terminate(self) -> None:
         self._connection.terminate()
 
+    def _ending(self) -> str:
+        return "COMMIT" if self._resets is None else self._resets.riding_with_commit(self._connection)
 
-class AsyncpgDriver:
-    features = Features(guards_pool=True, errors_abort=True)
+    def _finish(self, work: Coroutine[Any, Any, None]) -> Awaitable[None]:
+        return finish_here(work)  # asyncpg's own timeouts are timers, not cancellations
 
+
+class Resets:
+    """A pool resets a connection that comes back, with a trip of its own. In a pool of ours it rides with COMMIT."""
+
+    def __init__(self) -> None:
+        self._done: WeakSet[asyncpg.Connection] = WeakSet()
+
+    def used(self, connection: asyncpg.Connection) -> None:
+        self._done.discard(connection)
+
+    def riding_with_commit(self, connection: asyncpg.Connection) -> str:
+        self._done.add(connection)
+        return f"COMMIT; {connection.get_reset_query()}"
+
+    async def reset(self, connection: asyncpg.Connection) -> None:
+        """For the pool: only where nothing was committed last."""
+        if connection not in self._done:
+            await connection.execute(connection.get_reset_query())
+
+
+class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
     def __init__(
         self,
         *,
@@ -75,67 +107,25 @@ class AsyncpgDriver:
     ) -> None:
         if (dsn is None) == (pool is None):
             raise UsageError("AsyncpgStore takes either dsn= or pool=")
-        self.schema = schema
-        self.dialect = dialect.postgresql(schema)
+        super().__init__(pool, schema, PoolWatch(second_connection, put_on, take_off, acquire, release))
         self._dsn = dsn
         self._options = pool_options
-        self._given = pool
-        self._pool: asyncpg.Pool | None = None
-        self.watch = PoolWatch(second_connection, put_on, take_off, acquire, release)
-
-    @property
-    def pool(self) -> asyncpg.Pool:
-        if self._pool is None:
-            raise StoreUnavailable("the store is not open")
-        return self._pool
-
-    async def open(self) -> None:
-        if self._given is not None:
-            self._pool = self._given
-        else:
-            self._pool = await self._create_pool()
-        self.watch.attach(self._pool)
-        self.dialect = dialect.postgresql(self.schema)
-        if self.schema is None:
-            await self._locate()
-
-    async def _locate(self) -> None:
-        """Name the schema of our tables from now on, so that a handler may set another search path."""
-        async with self.session(wait=30.0) as session:
-            found = await session.execute(LOCATE)
-        if found.rows:
-            self.dialect = dialect.postgresql(found.rows[0]["schema"])
+        self._resets = Resets()
 
     async def _create_pool(self) -> asyncpg.Pool:
+        options: dict[str, Any] = {"min_size": 1, "max_size": 10, "reset": self._resets.reset} | self._options
         try:
-            return await asyncpg.create_pool(self._dsn, **{"min_size": 1, "max_size": 10} | self._options)
+            return await asyncpg.create_pool(self._dsn, **options)
         except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, ValueError) as error:
             raise StoreUnavailable(f"cannot connect to PostgreSQL: {error or type(error).__name__}") from error
 
-    async def close(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool is None:
-            return
-        self.watch.detach(pool)
-        if self._given is None:
-            try:
-                await asyncio.wait_for(pool.close(), 10.0)
-            except TimeoutError:
-                pool.terminate()
+    async def _close_pool(self, pool: asyncpg.Pool) -> None:
+        try:
+            await asyncio.wait_for(pool.close(), 10.0)
+        except TimeoutError:
+            pool.terminate()
 
-    @asynccontextmanager
-    async def session(self, *, wait: float, read_only: bool = False) -> AsyncIterator[AsyncpgSession]:  # noqa: ARG002
-        async with AsyncExitStack() as stack:
-            try:
-                proxy = await stack.enter_async_context(self.watch.connection(self.pool, wait))
-            except TimeoutError as error:
-                text = f"waited {wait:g} s for a connection: all of the pool are in use, or PostgreSQL does not answer"
-                raise TryLater(reason="store_busy", text=text) from error
-            except Exception as error:
-                raise AsyncpgSession.translated(error, lost=True) from error
-            # The pool's proxy forgets its connection when that is lost; we still want to ask it.
-            session = AsyncpgSession(proxy._con)  # noqa: SLF001
-            try:
-                yield session
-            finally:
-                await session.rollback()
+    def session_on(self, connection: Any) -> AsyncpgSession:
+        # The pool's proxy forgets its connection when that is lost; we still want to ask it.
+        ours = self._given is None and "reset" not in self._options
+        return AsyncpgSession(connection._con, self._resets if ours else None)  # noqa: SLF001

@@ -7,16 +7,15 @@ one. How a pool is made to call `noticed` is the driver's business; it is left a
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from contextvars import ContextVar, Token
 from typing import Any
 
 import msgspec
 
 from onceward.current import current_or_none
 from onceward.errors import SecondConnection, UsageError
-from onceward.shield import finish
 
 
 class SecondConnectionWarning(UserWarning):
@@ -27,6 +26,8 @@ class Hold(msgspec.Struct):
     """That this task, or the task that started it, holds a connection of a pool for a unit of work."""
 
     pool: Any
+    connection: Any = None
+    """Where that is an SQLAlchemy connection, sessions can join it."""
     active: bool = True
 
 
@@ -37,6 +38,30 @@ _watches: dict[int, PoolWatch] = {}
 def noticed(pool: Any, timeout: float | None) -> float | None:
     """Called by a watched pool on every acquire. Gives the timeout to use: inside a handler there always is one."""
     return _watches[id(pool)].noticed(pool, timeout)
+
+
+def hold(connection: Any) -> Token[Hold | None]:
+    """A connection of SQLAlchemy that the caller of the inbox has: sessions of the handler can join it."""
+    return _hold.set(Hold(connection.engine, connection))
+
+
+def unhold(token: Token[Hold | None]) -> None:
+    held = _hold.get()
+    if held is not None:
+        held.active = False
+    with suppress(ValueError):  # ended by another task than began it
+        _hold.reset(token)
+
+
+def held_connection(pool: Any) -> Any:
+    """The SQLAlchemy connection that this task's handler has, if it is one of this pool (of an engine)."""
+    held = _hold.get()
+    if held is None or not held.active or current_or_none() is None:
+        return None
+    engine = getattr(held.pool, "sync_engine", None)
+    if engine is None or engine.pool is not pool:
+        return None
+    return held.connection
 
 
 class PoolWatch:
@@ -69,30 +94,24 @@ class PoolWatch:
             del _watches[id(pool)]
             self._take_off(pool)
 
-    @asynccontextmanager
-    async def connection(self, pool: Any, wait: float) -> AsyncIterator[Any]:
+    def connection(self, pool: Any, wait: float) -> Lent:
         """A connection for the inbox itself, for as long as a unit needs it."""
+        return Lent(self, pool, wait)
+
+    async def acquire(self, pool: Any, wait: float) -> Any:
         before = _hold.set(None)
         try:
             # With 0 even a free connection comes too late.
-            connection = await self._acquire(pool, max(wait, 0.05))
+            return await self._acquire(pool, max(wait, 0.05))
         finally:
             _hold.reset(before)
-        hold = Hold(pool)
-        token = _hold.set(hold)
-        try:
-            yield connection
-        finally:
-            hold.active = False
-            _hold.reset(token)
-            await finish(self._give_back(pool, connection))
 
-    async def _give_back(self, pool: Any, connection: Any) -> None:
+    async def release(self, pool: Any, connection: Any) -> None:
         await self._release(pool, connection)
 
     def noticed(self, pool: Any, timeout: float | None) -> float | None:
-        hold, run = _hold.get(), current_or_none()
-        if hold is None or run is None or hold.pool is not pool or not hold.active:
+        held, run = _hold.get(), current_or_none()
+        if held is None or run is None or held.pool is not pool or not held.active:
             return timeout
         text = (
             f"the handler {run.handler!r} took a second connection from the pool of its own inbox. What it writes "
@@ -102,3 +121,25 @@ class PoolWatch:
             raise SecondConnection(text, handler=run.handler)
         warnings.warn(text, SecondConnectionWarning, stacklevel=4)
         return self.timeout if timeout is None else timeout
+
+
+class Lent:
+    """A connection, from the pool and back to it."""
+
+    __slots__ = ("_connection", "_held", "_pool", "_token", "_wait", "_watch")
+
+    def __init__(self, watch: PoolWatch, pool: Any, wait: float) -> None:
+        self._watch = watch
+        self._pool = pool
+        self._wait = wait
+
+    async def __aenter__(self) -> Any:
+        connection = self._connection = await self._watch.acquire(self._pool, self._wait)
+        self._held = Hold(self._pool, getattr(connection, "joinable", None))
+        self._token = _hold.set(self._held)
+        return connection
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._held.active = False
+        _hold.reset(self._token)
+        await self._watch.release(self._pool, self._connection)

@@ -7,7 +7,7 @@ The connection is in autocommit mode while a unit has it, so that psycopg begins
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -15,14 +15,13 @@ import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import dict_row
 from psycopg.transaction import OutOfOrderTransactionNesting
-from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
+from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from onceward.errors import HandlerEndedTransaction, StoreUnavailable, TryLater, UsageError
-from onceward.sql import dialect
+from onceward.errors import HandlerEndedTransaction, StoreUnavailable, UsageError
+from onceward.shield import finish
 from onceward.sql.drivers.pool_watch import PoolWatch, noticed
-from onceward.sql.drivers.postgresql import LOCATE, Guard, PostgresSession, count
+from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
 from onceward.sql.plan import PARAMETER, Result, Statement, gives_rows
-from onceward.store import Features
 
 _OPEN = (TransactionStatus.INTRANS, TransactionStatus.INERROR, TransactionStatus.ACTIVE)
 _ENDS_TRANSACTION = {"commit", "rollback"}
@@ -99,6 +98,10 @@ class PsycopgSession(PostgresSession["psycopg.AsyncConnection[Any]"]):
     def _has_standard_strings(self) -> bool:
         return self._connection.info.parameter_status("standard_conforming_strings") == "on"
 
+    def _prepares_on(self) -> Any:
+        """`prepare_threshold=None` is what psycopg needs behind PgBouncer."""
+        return None if self._connection.prepare_threshold is None else self._connection
+
     async def _send(self, sql: str) -> str:
         cursor = await self._connection.execute(sql.encode(), prepare=False)
         while cursor.nextset():
@@ -136,8 +139,8 @@ def _take_off(pool: Any) -> None:
     del pool.getconn
 
 
-class PsycopgDriver:
-    features = Features(guards_pool=True, errors_abort=True)
+class PsycopgDriver(PostgresDriver["psycopg.AsyncConnection[Any]"]):
+    timeouts = (PoolTimeout,)
 
     def __init__(
         self,
@@ -150,29 +153,9 @@ class PsycopgDriver:
     ) -> None:
         if (conninfo is None) == (pool is None):
             raise UsageError("PsycopgStore takes either a DSN or pool=")
-        self.schema = schema
-        self.dialect = dialect.postgresql(schema)
+        super().__init__(pool, schema, PoolWatch(second_connection, _put_on, _take_off, _acquire, _release))
         self._conninfo = conninfo
         self._options = pool_options
-        self._given = pool
-        self._pool: AsyncConnectionPool[Any] | None = None
-        self.watch = PoolWatch(second_connection, _put_on, _take_off, _acquire, _release)
-
-    @property
-    def pool(self) -> AsyncConnectionPool[Any]:
-        if self._pool is None:
-            raise StoreUnavailable("the store is not open")
-        return self._pool
-
-    async def open(self) -> None:
-        self._pool = self._given if self._given is not None else await self._create_pool()
-        self.watch.attach(self._pool)
-        self.dialect = dialect.postgresql(self.schema)
-        if self.schema is None:
-            async with self.session(wait=30.0) as session:
-                found = await session.execute(LOCATE)
-            if found.rows:
-                self.dialect = dialect.postgresql(found.rows[0]["schema"])
 
     async def _create_pool(self) -> AsyncConnectionPool[Any]:
         options: dict[str, Any] = {"min_size": 1, "max_size": 10, "timeout": 10.0} | self._options
@@ -189,29 +172,11 @@ class PsycopgDriver:
             raise StoreUnavailable(f"cannot connect to PostgreSQL: {error or type(error).__name__}") from error
         return pool
 
-    async def close(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool is None:
-            return
-        self.watch.detach(pool)
-        if self._given is None:
-            await pool.close(timeout=10.0)
+    async def _close_pool(self, pool: AsyncConnectionPool[Any]) -> None:
+        await pool.close(timeout=10.0)
 
-    @asynccontextmanager
-    async def session(self, *, wait: float, read_only: bool = False) -> AsyncIterator[PsycopgSession]:  # noqa: ARG002
-        async with AsyncExitStack() as stack:
-            try:
-                connection = await stack.enter_async_context(self.watch.connection(self.pool, wait))
-            except PoolTimeout as error:
-                text = f"waited {wait:g} s for a connection: all of the pool are in use, or PostgreSQL does not answer"
-                raise TryLater(reason="store_busy", text=text) from error
-            except (psycopg.Error, PoolClosed, OSError) as error:
-                raise PsycopgSession.translated(error, lost=True) from error
-            session = PsycopgSession(connection)
-            try:
-                yield session
-            finally:
-                await session.rollback()
+    def session_on(self, connection: Any) -> PsycopgSession:
+        return PsycopgSession(connection)
 
 
 async def _acquire(pool: Any, wait: float) -> Any:
@@ -226,6 +191,10 @@ async def _acquire(pool: Any, wait: float) -> Any:
 
 
 async def _release(pool: Any, connection: Any) -> None:
+    await finish(_give_back(pool, connection))
+
+
+async def _give_back(pool: Any, connection: Any) -> None:
     with suppress(psycopg.Error):  # a lost connection says nothing about the message; the pool replaces it
         if not connection.closed:
             await connection.set_autocommit(connection.onceward_autocommit)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self, cast
 
 from onceward.errors import (
     HandlerEndedTransaction,
@@ -17,6 +18,7 @@ from onceward.errors import (
     StoreUnavailable,
     UsageError,
 )
+from onceward.shield import finish
 from onceward.sql import dialect
 from onceward.sql.drivers.sqlite_writer import Turn, Writer, connect, primary_code, raise_translated
 from onceward.sql.plan import Result, Statement
@@ -162,13 +164,8 @@ class SqliteSession:
         return Result(rows, len(rows) if cursor.description else cursor.rowcount)
 
     async def script(self, sql: str) -> None:
-        """Not executescript, which would commit first."""
-        pending = ""
-        for line in sql.splitlines(keepends=True):
-            pending += line
-            if sqlite3.complete_statement(pending):
-                self._raw(pending)
-                pending = ""
+        for statement in statements_of(sql):
+            self._raw(statement)
 
     def _raw(self, sql: str, params: Any = ()) -> sqlite3.Cursor:
         if self._writer.closed:
@@ -179,7 +176,7 @@ class SqliteSession:
             return self._writer.connection.execute(sql, params)
         except sqlite3.Error as error:
             self._look_alive()
-            _raise(error, self._writer.path)
+            raise_for(error, self._writer.path)
 
     async def ended(self) -> bool:
         return self._ended
@@ -221,7 +218,10 @@ class SqliteSession:
             self._writer.guarding = False
             self._writer.give(turn)
 
-    async def end(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
         await self.rollback()
         self._give_turn()
 
@@ -229,7 +229,17 @@ class SqliteSession:
         return isinstance(error, Conflict)
 
 
-def _raise(error: sqlite3.Error, path: str) -> NoReturn:
+def statements_of(sql: str) -> Iterator[str]:
+    """One by one: executescript would commit first."""
+    pending = ""
+    for line in sql.splitlines(keepends=True):
+        pending += line
+        if sqlite3.complete_statement(pending):
+            yield pending
+            pending = ""
+
+
+def raise_for(error: sqlite3.Error, path: str) -> NoReturn:
     if "no such table: onceward_" in str(error):
         raise SchemaMissing from error
     raise_translated(error, path)
@@ -249,10 +259,13 @@ class SqliteReadSession:
         return await self.execute(first) if first is not None else Result((), 0)
 
     async def execute(self, statement: Statement) -> Result:
-        try:
-            rows = self._connection.execute(statement.sql, statement.params).fetchall()
+        def read() -> list[Any]:
+            return self._connection.execute(statement.sql, statement.params).fetchall()
+
+        try:  # in a thread: counting a large table takes a while
+            rows = await finish(asyncio.to_thread(read))
         except sqlite3.Error as error:
-            _raise(error, self._path)
+            raise_for(error, self._path)
         return Result(rows, len(rows))
 
     async def script(self, _sql: str) -> None:
@@ -291,19 +304,15 @@ class SqliteDriver:
         if writer is not None:
             await writer.close()
 
-    @asynccontextmanager
-    async def session(
-        self, *, wait: float, read_only: bool = False
-    ) -> AsyncIterator[SqliteSession | SqliteReadSession]:
+    def session(self, *, wait: float, read_only: bool = False) -> AbstractAsyncContextManager[SqliteSession]:
         if self._writer is None:
             raise StoreUnavailable("the store is not open")
         if read_only and self._path != ":memory:":
-            with closing(connect(self._path)) as connection:
-                connection.execute("PRAGMA query_only = ON")
-                yield SqliteReadSession(connection, self._path)
-            return
-        session = SqliteSession(self._writer, wait)
-        try:
-            yield session
-        finally:
-            await session.end()
+            return cast("AbstractAsyncContextManager[SqliteSession]", self._reading())
+        return SqliteSession(self._writer, wait)
+
+    @asynccontextmanager
+    async def _reading(self) -> AsyncIterator[SqliteReadSession]:
+        with closing(connect(self._path)) as connection:
+            connection.execute("PRAGMA query_only = ON")
+            yield SqliteReadSession(connection, self._path)

@@ -11,6 +11,7 @@ from onceward.testing.contract.processing import ProcessingContract
 from onceward.testing.contract.racing import RacingContract
 from onceward.testing.contract.retention import RetentionContract
 from onceward.testing.contract.transactions import TransactionContract
+from onceward.testing.contract.upkeep import UpkeepContract
 
 
 class StoreContract(
@@ -22,6 +23,7 @@ class StoreContract(
     CrashContract,
     InputContract,
     RetentionContract,
+    UpkeepContract,
 ):
     """Subclass it with a fixture `lab` that gives a Lab on an empty database."""
 

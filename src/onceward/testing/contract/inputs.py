@@ -211,6 +211,7 @@ class InputContract:
     async def test_an_older_schema_is_upgraded_or_refused(self, lab: Lab) -> None:
         await lab.query("DROP TABLE onceward_records")
         await lab.query("DELETE FROM onceward_schema")
+        await lab.query("ALTER TABLE onceward_schema DROP COLUMN token")
         await lab.query("INSERT INTO onceward_schema (version, name) VALUES (-1, 'from before')")
         if lab.store().features.automatic_setup:
             assert (await (await lab.inbox()).process(lab.message(), Recorder(lab))).processed

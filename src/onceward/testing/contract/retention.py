@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
-from onceward.errors import UsageError
+from onceward.errors import Reject, UsageError
+from onceward.handlers import Router
+from onceward.identity import Identity
 from onceward.testing.contract.base import needs
 from onceward.testing.lab import Gate, Lab, Recorder
 
 NOW = timedelta(0)
+MOMENT = timedelta(milliseconds=1)
 
 
 class RetentionContract:
@@ -63,7 +67,172 @@ class RetentionContract:
             await inbox.cleanup(NOW)
         assert await lab.query("SELECT 1 FROM onceward_records") == []
 
+    async def test_one_sweeper_at_a_time(self, lab: Lab) -> None:
+        needs(lab, "concurrent_units")
+        one, two = await lab.inbox(), await lab.inbox()
+        for _ in range(3):
+            await one.process(lab.message(), Recorder(lab))
+        await lab.slow_deletes()
+        sweeping = asyncio.ensure_future(one.cleanup(NOW, batch=1))
+        await lab.deleting()
+        assert await two.cleanup(NOW, batch=1) == 0
+        assert not sweeping.done(), "the second one did not wait for the first"
+        assert await sweeping == 3
+
+    async def test_a_delivery_of_what_is_just_being_deleted_does_not_wait(self, lab: Lab) -> None:
+        needs(lab, "concurrent_units")
+        inbox = await lab.inbox(cache=0)
+        await inbox.process(lab.message("old"), Recorder(lab))
+        await lab.slow_deletes()
+        sweeping = asyncio.ensure_future(inbox.cleanup(NOW))
+        await lab.deleting()
+        assert (await inbox.process(lab.message("old"), Recorder(lab))).duplicate
+        assert not sweeping.done()
+        assert await sweeping == 1
+        assert (await inbox.process(lab.message("old"), Recorder(lab))).processed
+
+    async def test_a_record_that_a_delivery_has_in_its_hands_is_left_for_the_next_sweep(self, lab: Lab) -> None:
+        needs(lab, "concurrent_units")
+        inbox, gate = await lab.inbox(cache=0), Gate(lab)
+        for name in ("one", "two"):
+            await inbox.process(lab.message(name), Recorder(lab))
+        # A delivery that asks something of the record and is not done yet.
+        async with inbox.store.unit() as unit:
+            record = await inbox.get_record(lab.message("one"))
+            assert record is not None
+            assert await unit.claim(record) is not None
+            assert await inbox.cleanup(NOW, batch=1) == 1, "a batch that deletes nothing is not the last one"
+        assert await inbox.get_record(lab.message("one")) is not None
+        assert await inbox.cleanup(NOW) == 1
+        assert gate.runs == []
+
     async def test_cleanup_refuses_what_makes_no_sense(self, lab: Lab) -> None:
-        inbox = await lab.inbox()
+        inbox: Any = await lab.inbox()
         with pytest.raises(UsageError, match="not negative"):
             await inbox.cleanup(timedelta(days=-1))
+        with pytest.raises(UsageError, match="timedelta"):
+            await inbox.cleanup(30)
+        for batch in (0, 1_000_000):
+            with pytest.raises(UsageError, match="a batch is from"):
+                await inbox.cleanup(batch=batch)
+
+    async def test_progress_is_told_how_many_are_gone_so_far(self, lab: Lab) -> None:
+        inbox, told = await lab.inbox(), list[int]()
+        for _ in range(25):
+            await inbox.process(lab.message(), Recorder(lab))
+        assert await inbox.cleanup(NOW, batch=10, progress=told.append) == 25
+        assert told == [10, 20, 25]
+
+    async def test_a_record_with_a_time_of_its_own_goes_before_the_others(self, lab: Lab) -> None:
+        inbox = await lab.inbox(cache=0)
+        await inbox.process(lab.message("short"), Recorder(lab), retention=MOMENT)
+        await inbox.process(lab.message("usual"), Recorder(lab))
+        await asyncio.sleep(0.05)
+        assert await inbox.cleanup() == 1
+        assert await inbox.get_record(lab.message("short")) is None
+        assert await inbox.get_record(lab.message("usual")) is not None
+        assert (await inbox.process(lab.message("short"), Recorder(lab))).processed
+
+    async def test_a_record_with_a_time_of_its_own_outlives_the_others(self, lab: Lab) -> None:
+        inbox = await lab.inbox(cache=0)
+        await inbox.process(lab.message("long"), Recorder(lab), retention=timedelta(days=365))
+        await inbox.process(lab.message("usual"), Recorder(lab))
+        for name in ("long", "usual"):
+            await lab.make_older(name, days=31)
+        assert await inbox.cleanup() == 1
+        assert await inbox.cleanup(NOW) == 0
+        assert await inbox.get_record(lab.message("usual")) is None
+        assert (await inbox.process(lab.message("long"), Recorder(lab))).duplicate
+
+    async def test_a_time_of_its_own_counts_from_when_it_was_processed_by_the_databases_clock(self, lab: Lab) -> None:
+        inbox, message = await lab.inbox(), lab.message()
+        with pytest.raises(ValueError, match="no"):
+            await inbox.process(message, Recorder(lab, error=ValueError("no")), retention=timedelta(days=9))
+        failed = await inbox.get_record(message)
+        assert failed is not None
+        assert failed.expires_at is None, "what is not processed does not expire"
+        await inbox.process(message, Recorder(lab), retention=timedelta(days=7, milliseconds=250))
+        record = await inbox.get_record(message)
+        assert record is not None
+        assert record.processed_at is not None
+        assert record.expires_at is not None
+        assert record.expires_at - record.processed_at == timedelta(days=7, milliseconds=250)
+
+    async def test_the_last_run_says_how_long_a_record_is_kept(self, lab: Lab) -> None:
+        inbox, message = await lab.inbox(), lab.message()
+        await inbox.process(message, lambda _: (_ for _ in ()).throw(Reject("no")), retention=timedelta(days=1))
+        await inbox.replay(message, Recorder(lab))
+        record = await inbox.get_record(message)
+        assert record is not None
+        assert record.expires_at is None
+
+    async def test_retention_by_handler_and_function(self, lab: Lab) -> None:
+        router = Router()
+        router.handler("order.paid", retention=timedelta(days=1))(Recorder(lab))
+        inbox = await lab.inbox(handlers=[router])
+        inbox.handler("order.shipped", retention=timedelta(days=2))(Recorder(lab))
+
+        @inbox.idempotent(key="order", name="refund", retention=timedelta(days=3))
+        async def refund(order: str) -> None: ...
+
+        await inbox.process(lab.message("by router"))
+        await inbox.process(lab.message("by inbox", type="order.shipped"))
+        await inbox.process(lab.message("given"), Recorder(lab))
+        await inbox.process(lab.message("by call"), retention=timedelta(days=4))
+        await refund("o-1")
+        kept = {}
+        for consumer_key in ("by router", "by inbox", "given", "by call"):
+            record = await inbox.get_record(lab.message(consumer_key))
+            assert record is not None
+            assert record.processed_at is not None
+            assert record.expires_at is not None
+            kept[consumer_key] = (record.expires_at - record.processed_at).days
+        assert kept == {"by router": 1, "by inbox": 2, "given": 1, "by call": 4}
+        record = await inbox.get_record(Identity("billing", "default", "name:refund", '"o-1"'))
+        assert record is not None
+        assert record.processed_at is not None
+        assert record.expires_at == record.processed_at + timedelta(days=3)
+
+    async def test_what_expired_and_is_not_processed_is_never_touched(self, lab: Lab) -> None:
+        inbox, message = await lab.inbox(), lab.message()
+        await inbox.process(message, Recorder(lab), retention=MOMENT)
+        await asyncio.sleep(0.05)
+        for state in ("failed", "dead", "discarded", "running", "accepted"):
+            await lab.query(f"UPDATE onceward_records SET state = '{state}'")  # noqa: S608
+            assert await inbox.cleanup(NOW) == 0
+        await lab.query("UPDATE onceward_records SET state = 'processed'")
+        assert await inbox.cleanup() == 1
+
+    @pytest.mark.parametrize("retention", [timedelta(0), timedelta(days=-1), timedelta(days=400_000), 30])
+    async def test_a_retention_that_makes_no_sense_is_refused(self, lab: Lab, retention: Any) -> None:
+        inbox = await lab.inbox()
+        with pytest.raises(UsageError, match="retention="):
+            await inbox.process(lab.message(), Recorder(lab), retention=retention)
+        with pytest.raises(UsageError, match="retention="):
+            inbox.handler("x", retention=retention)(Recorder(lab))
+        with pytest.raises(UsageError, match="retention="):
+            await lab.inbox(retention=retention)
+        assert await lab.effects() == []
+
+    async def test_a_database_of_version_two_is_upgraded(self, lab: Lab) -> None:
+        inbox = await lab.inbox()
+        await inbox.process(lab.message("before"), Recorder(lab))
+        await inbox.close()
+        # As it was: the index of version 2, and no token.
+        await lab.query("DROP INDEX onceward_records_processed")
+        await lab.query("DROP INDEX onceward_records_expiring")
+        await lab.query(
+            "CREATE INDEX onceward_records_processed ON onceward_records (consumer, processed_at, identity) "
+            "WHERE state = 'processed'"
+        )
+        await lab.query("ALTER TABLE onceward_schema DROP COLUMN token")
+        await lab.query("DELETE FROM onceward_schema WHERE version > 2")
+        await lab.store().setup()
+        [[token]] = await lab.query("SELECT token FROM onceward_schema WHERE version = 1")
+        assert len(token) >= 32
+        await lab.store().setup()
+        assert await lab.query("SELECT token FROM onceward_schema WHERE version = 1") == [(token,)], "it stays"
+        inbox = await lab.inbox(cache=0)
+        assert (await inbox.process(lab.message("before"), Recorder(lab))).duplicate
+        await inbox.process(lab.message("after"), Recorder(lab), retention=timedelta(days=1))
+        assert await inbox.cleanup(NOW) == 1

@@ -14,8 +14,8 @@ CREATE TABLE onceward_records (
                         CHECK (state IN ('accepted', 'running', 'processed', 'failed', 'dead', 'discarded')),
     attempts            integer NOT NULL DEFAULT 0,
     started             integer NOT NULL DEFAULT 0,   -- marked starts that never ended
-    errors              jsonb,
     -- json, not jsonb: it keeps what was said to the letter, and jsonb refuses \u0000
+    errors              json,
     result              json,
     payload             json,
     body                bytea,

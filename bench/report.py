@@ -1,0 +1,122 @@
+"""The figures: as tables on the terminal, and as JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sqlite3
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from bench.questions import Facts
+from bench.rounds import Figure, Measured
+
+PACKAGES = ("onceward", "msgspec", "asyncpg", "psycopg", "sqlalchemy", "sagaz", "exactly-once")
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All of one run."""
+
+    at: str
+    machine: dict[str, Any]
+    options: dict[str, Any]
+    stages: list[Measured]
+    facts: list[Facts]
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
+
+
+def machine(postgres: dict[str, str]) -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "python": sys.version.split()[0],
+        "system": f"{platform.system()} {platform.machine()}",
+        "processors": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "postgresql": postgres,
+        "sqlite": sqlite3.sqlite_version,
+        "packages": dict(_versions()),
+    }
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            yield package, "not installed"
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def show_machine(console: Console, about: dict[str, Any]) -> None:
+    postgres = about["postgresql"]
+    server = f"PostgreSQL {postgres['server_version'].split()[0]} (fsync {postgres['fsync']}), " if postgres else ""
+    console.print(
+        f"Python {about['python']}, {server}SQLite {about['sqlite']}, {about['processors']} processors, "
+        f"load {about['load']} at the start",
+        style="dim",
+        highlight=False,
+    )
+
+
+def show_stage(console: Console, measured: Measured) -> None:
+    """A line for each comparison."""
+    table = Table(title=_title(measured), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("variant", no_wrap=True)
+    for name in ("messages/s", "own us", "server us", "ratio", "quartiles"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("of")
+    for one in measured.figures:
+        style = "bold" if one.name.startswith(("onceward", "process_")) else ""
+        for line in _lines(one):
+            table.add_row(*line, style=style)
+    console.print(table)
+
+
+def _title(measured: Measured) -> str:
+    return f"{measured.title}, {measured.workers} {'worker' if measured.workers == 1 else 'workers'}"
+
+
+def _lines(one: Figure) -> Iterator[tuple[str, ...]]:
+    if one.rate is None or one.cpu_us is None:
+        yield (one.name, "-", "-", "-", "-", "-", one.missing)
+        return
+    server = "" if one.server_us is None else f"{one.server_us.middle:,.0f}"
+    start = (one.name, f"{one.rate.middle:,.0f}", f"{one.cpu_us.middle:,.0f}", server)
+    for floor, spread in one.ratios.items():
+        yield (*start, f"{spread.middle:.2f}", f"{spread.low:.2f} to {spread.high:.2f}", floor)
+        start = ("", "", "", "")
+    if not one.ratios:
+        yield start
+
+
+def show_facts(console: Console, facts: Facts) -> None:
+    table = Table(title=facts.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(facts.columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    for row in facts.rows:
+        table.add_row(*row)
+    console.print(table)
+    if facts.note:
+        console.print(facts.note, style="dim", highlight=False)
+    console.print()
+
+
+READING = (
+    "A ratio is the rate divided by the floor's in the same round: the median of all rounds, and their quartiles. "
+    "Own and server us: processor time for each message, of this process and of the database server."
+)

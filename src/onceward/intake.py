@@ -1,0 +1,146 @@
+"""Intake: from a message to Work. Which handler, which identity, lane and hash; what cannot be kept is refused here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import msgspec
+
+from onceward import codec, keys
+from onceward.errors import HandlerNotFound, PayloadTooLarge, Reject
+from onceward.handlers import Handler, Router, handler_of
+from onceward.identity import Identity
+from onceward.keys import Key, KeyLike
+from onceward.lanes import Lane
+from onceward.message import Message
+from onceward.retention import check_retention
+from onceward.retry import RetryPolicy
+from onceward.work import Work
+
+Unhandled = Literal["raise", "ignore", "dead"]
+
+
+async def claim(_message: Message[Any]) -> None:
+    """Stands for the code of a caller that claims a message itself."""
+
+
+_CLAIMANT = handler_of(claim)
+
+
+class Intake(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of an inbox that say how a message becomes work."""
+
+    consumer: str
+    router: Router
+    key: Key
+    lane: Lane
+    tenant: Callable[[Message[Any]], str]
+    has_tenants: bool
+    retry: RetryPolicy | None
+    unhandled: Unhandled
+    raise_on_mismatch: bool
+    record_duration: bool
+    max_payload: int
+    seen_before: Callable[[Any, Message[Any]], Awaitable[bool]] | None
+    fingerprint: Callable[[Message[Any]], Any] | None
+    host: str = msgspec.field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
+
+    def handler_for(self, message: Message[Any], given: Callable[..., Any] | None) -> Handler | None:
+        """The one given, with the key and retries that are registered for the type; else the registered one.
+
+        None: there is none, and the inbox ignores such messages.
+        """
+        registered = self.router.find(message.type)
+        if given is None:
+            return registered or self._for_unhandled(message)
+        if registered is None:
+            return handler_of(given)
+        return handler_of(given, key=registered.key, retry=registered.retry, retention=registered.retention)
+
+    def claimant(self, message: Message[Any]) -> Handler:
+        """For code that is not a handler: with the key and retries that are registered for the type."""
+        registered = self.router.find(message.type)
+        return registered if registered is not None else _CLAIMANT
+
+    def _for_unhandled(self, message: Message[Any]) -> Handler | None:
+        if self.unhandled == "ignore":
+            return None
+        text = f"no handler is registered for {message.type!r}"
+        if self.unhandled == "raise":
+            raise HandlerNotFound(
+                f"{text}. Register one with @inbox.handler({message.type!r}), or set unhandled= to "
+                '"ignore" or "dead" on the inbox.',
+                type=message.type,
+            )
+
+        async def unhandled(_message: Message[Any]) -> None:
+            raise Reject(text)
+
+        return handler_of(unhandled)
+
+    def work(
+        self,
+        message: Message[Any],
+        handler: Handler,
+        *,
+        key: KeyLike | None = None,
+        retry: RetryPolicy | None = None,
+        retention: timedelta | None = None,
+        origin: str | None = None,
+        redelivered: bool = False,
+        raise_on_mismatch: bool | None = None,
+        replayed: bool = False,
+        identity: Identity | None = None,
+    ) -> Work:
+        """InvalidMessage: it cannot be kept."""
+        identity = identity or self.identity_of(message, key or handler.key)
+        payload = None if message.payload is None else codec.encode(message.payload)
+        headers = codec.encode(dict(message.headers), "headers") if message.headers else None
+        payload_hash = self._payload_hash(message, payload)
+        if self.has_tenants and message.tenant != identity.tenant:
+            # What the strategy found is the message's tenant, for on_begin and for the handler too.
+            message = msgspec.structs.replace(message, tenant=identity.tenant)
+        return Work(
+            message=message,
+            identity=identity,
+            handler=handler,
+            lane=self.lane(message, identity.key),
+            payload_hash=payload_hash,
+            payload=None if payload is None else msgspec.Raw(payload),
+            headers=None if headers is None else msgspec.Raw(headers),
+            retry=retry or handler.retry or self.retry,
+            retention=handler.retention if retention is None else check_retention(retention),
+            origin=None if origin is None else codec.printable(str(origin)),
+            redelivered=redelivered,
+            host=self.host,
+            raise_on_mismatch=self.raise_on_mismatch if raise_on_mismatch is None else raise_on_mismatch,
+            record_duration=self.record_duration,
+            seen_before=self.seen_before,
+            replayed=replayed,
+        )
+
+    def identity_of(self, message: Message[Any], key: KeyLike | None = None) -> Identity:
+        registered = self.router.find(message.type)
+        strategy = keys.of(key) if key else (registered.key if registered and registered.key else self.key)
+        return Identity(self.consumer, self.tenant(message), strategy.scope(message), keys.check(strategy(message)))
+
+    def _payload_hash(self, message: Message[Any], payload: bytes | None) -> bytes:
+        """Of what makes two payloads the same: the fingerprint, else the bytes as they came, else sorted JSON."""
+        data = message.body if message.body is not None else payload or b"null"
+        size = max(len(data), len(payload or b""))
+        if size > self.max_payload:
+            raise PayloadTooLarge(
+                f"the payload has {size} bytes, {self.max_payload} are allowed. Send a reference to it, or raise "
+                "max_payload= on the inbox.",
+                size=size,
+                limit=self.max_payload,
+            )
+        if self.fingerprint is not None:
+            seen = self.fingerprint(message)
+            data = seen if isinstance(seen, bytes) else codec.encode(seen, "fingerprint")
+        return hashlib.sha256(data).digest()

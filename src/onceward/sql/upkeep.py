@@ -1,0 +1,127 @@
+"""Upkeep as plans: sweeping what is old, looking at what is there, stamping what somebody else made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from onceward.errors import SchemaMissing
+from onceward.identity import Identity, digest
+from onceward.record import Record, State
+from onceward.sql.dialect import Dialect, migrations
+from onceward.sql.plan import Plan
+from onceward.sql.verbs import migrated, moment_of, record_of
+from onceward.stats import Part, Stats, stats_of
+from onceward.store import Sweepable, SweptBatch
+
+NEVER = datetime.max.replace(tzinfo=UTC)
+
+
+def sweep_lock(consumer: str) -> int:
+    """The advisory lock of a consumer's one sweeper."""
+    return int.from_bytes(digest("onceward sweep", consumer)[:8], "big", signed=True)
+
+
+def sweep(
+    dialect: Dialect, consumer: str, what: Sweepable, older: float, *, batch: int, after: tuple[Any, Any] | None
+) -> Plan[SweptBatch | None]:
+    """Delete one batch. None: another sweeper is at it."""
+    locked = yield dialect("sweep_lock", {"lock": sweep_lock(consumer)})
+    if not locked.rows:
+        return None
+    moment, identity = after or (None, None)
+    batch = min(batch, dialect.most_deletes)
+    params = {"consumer": consumer, "batch": batch, "after": moment, "after_identity": identity}
+    if what is Sweepable.OLD:
+        params["older"] = round(older, 3)
+    swept = yield dialect(f"sweep_{what}", params)
+    rows = [(row["moment"], row["identity"], row["deleted"]) for row in swept.rows]
+    # Fewer are deleted than found when a delivery has some of them in its hands.
+    return SweptBatch(sum(row[2] for row in rows), len(rows) == batch, max(rows)[:2] if rows else None)
+
+
+def sweepable(dialect: Dialect, consumer: str, older: float) -> Plan[int]:
+    result = yield dialect("sweep_count", {"consumer": consumer, "older": round(older, 3)})
+    found: int = result.rows[0]["records"]
+    return found
+
+
+def now(dialect: Dialect) -> Plan[datetime]:
+    result = yield dialect("now")
+    return moment_of(result.rows[0]["now"])
+
+
+def consumers(dialect: Dialect) -> Plan[list[str]]:
+    result = yield dialect("consumers")
+    return [row["consumer"] for row in result.rows]
+
+
+def stats(dialect: Dialect, consumer: str) -> Plan[Stats]:
+    result = yield dialect("stats", {"consumer": consumer})
+    return stats_of(consumer, (_part(row) for row in result.rows))
+
+
+def _part(row: Mapping[str, Any]) -> Part:
+    oldest = None if row["oldest"] is None else moment_of(row["oldest"])
+    return Part(State(row["state"]), row["records"], row["last_day"], row["last_hour"], oldest)
+
+
+def records(
+    dialect: Dialect, consumer: str, states: tuple[State, ...], *, older: float | None, limit: int
+) -> Plan[list[Record]]:
+    """The oldest first. Processed and other records are in different indexes, and have different times."""
+    params = {"consumer": consumer, "older": None if older is None else round(older, 3), "limit": limit}
+    found: list[Record] = []
+    if State.PROCESSED in states:
+        for kept in ("records_processed", "records_expiring"):
+            result = yield dialect(kept, params)
+            found += map(record_of, result.rows)
+    others = [state for state in states if state is not State.PROCESSED]
+    if others:
+        result = yield dialect("records_unfinished", params | {"states": ",".join(others)})
+        found += map(record_of, result.rows)
+    return sorted(found, key=lambda record: record.processed_at or record.received_at or NEVER)[:limit]
+
+
+# --- stamping -------------------------------------------------------------------------------------------------
+
+COLUMNS = frozenset(Record.__struct_fields__) - {"retention"} | frozenset(Identity.__struct_fields__)
+"""Of the table onceward_records."""
+
+
+def stamp(dialect: Dialect) -> Plan[str | None]:
+    """Say that tables which somebody else made are of the newest version. The SQL that is still to be run, if any."""
+    yield dialect("schema_lock")
+    exists = yield dialect("schema_exists")
+    if not exists.rows:
+        yield dialect("schema_table")
+    columns = yield dialect("record_columns")
+    _check_columns({row["name"] for row in columns.rows})
+    token = yield dialect("token_exists")
+    if not token.rows:
+        yield dialect("token_column")
+    applied = yield dialect("schema_versions")
+    versions = {row["version"] for row in applied.rows}
+    for migration in migrations(dialect.name):
+        if migration.version not in versions:
+            yield from migrated(dialect, migration)
+    yield dialect("token_filled")
+    function = yield dialect("function_missing")
+    return _function(dialect) if function.rows else None
+
+
+def _check_columns(found: set[str]) -> None:
+    if not found:
+        raise SchemaMissing("there is no table onceward_records. Make it with your migrations first, then stamp it.")
+    missing = COLUMNS - found
+    if missing:
+        raise SchemaMissing(
+            f"onceward_records is not whole, it lacks {', '.join(sorted(missing))}. Compare it with `onceward schema`."
+        )
+
+
+def _function(dialect: Dialect) -> str:
+    """The function of the first migration, in its own words."""
+    text = migrations(dialect.name)[0].sql
+    return text[text.index("CREATE FUNCTION onceward_id") :]

@@ -1,0 +1,149 @@
+"""Alembic and the tables of onceward, with real projects: whoever makes them, `alembic check` has nothing to say."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from onceward import Inbox, Message
+from onceward.cli import main
+
+pytestmark = pytest.mark.slow
+
+ENV = """
+import sqlalchemy as sa
+from alembic import context
+from onceward.sqlalchemy import add_tables, include_object
+
+metadata = sa.MetaData()
+sa.Table("invoices", metadata, sa.Column("id", sa.Integer, primary_key=True))
+{prepare}
+
+url = context.config.get_main_option("sqlalchemy.url")
+engine = sa.create_engine(url)
+with engine.connect() as connection:
+    context.configure(connection=connection, target_metadata=metadata, {options})
+    with context.begin_transaction():
+        context.run_migrations()
+engine.dispose()
+"""
+TEMPLATE = '''"""${message}"""
+from alembic import op
+import sqlalchemy as sa
+${imports if imports else ""}
+revision = ${repr(up_revision)}
+down_revision = ${repr(down_revision)}
+
+
+def upgrade():
+    ${upgrades if upgrades else "pass"}
+
+
+def downgrade():
+    ${downgrades if downgrades else "pass"}
+'''
+ADDED = "add_tables(metadata)"
+NOT_LOOKED_AT = "include_object=include_object"
+STRICT = "compare_type=True"
+
+
+class Project:
+    """An Alembic project in a folder, as `alembic init` lays it out."""
+
+    def __init__(self, folder: Path, url: str, *, prepare: str = "", options: str = STRICT) -> None:
+        self.folder = folder
+        (folder / "versions").mkdir()
+        (folder / "env.py").write_text(ENV.format(prepare=prepare, options=options))
+        (folder / "script.py.mako").write_text(TEMPLATE)
+        (folder / "alembic.ini").write_text(f"[alembic]\nscript_location = {folder}\nsqlalchemy.url = {url}\n")
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "alembic", "-c", str(self.folder / "alembic.ini"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    def ok(self, *arguments: str) -> None:
+        done = self.run(*arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def urls(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
+    """For SQLAlchemy's ordinary engine, and for onceward."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/shop.db", f"sqlite:///{tmp_path}/shop.db"
+    dsn: str = request.getfixturevalue("postgres_dsn")
+    return dsn.replace("postgresql://", "postgresql+psycopg://", 1), dsn
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "alembic"
+    made.mkdir()
+    return made
+
+
+def _works(url: str) -> None:
+    async def once() -> Any:
+        async with Inbox.connect(url, consumer="billing") as inbox:
+            await inbox.process(Message("m", "paid", {"amount": 1}), lambda _message: "done")
+            return await inbox.process(Message("m", "paid", {"amount": 1}), lambda _message: "again")
+
+    outcome = asyncio.run(once())
+    assert outcome.duplicate
+    assert outcome.result == "done"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "options"), [(ADDED, STRICT), ("", f"{STRICT}, {NOT_LOOKED_AT}")], ids=["added", "not looked at"]
+)
+def test_tables_made_by_setup_are_left_alone(urls: tuple[str, str], folder: Path, prepare: str, options: str) -> None:
+    alembic_url, url = urls
+    assert main(["setup", url]) == 0
+    project = Project(folder, alembic_url, prepare=prepare, options=options)
+    project.ok("revision", "--autogenerate", "-m", "first")
+    script = next((folder / "versions").glob("*.py")).read_text()
+    assert "invoices" in script
+    assert "onceward_" not in script, script
+    project.ok("upgrade", "head")
+    project.ok("check")
+    _works(url)
+
+
+def test_without_either_autogenerate_would_drop_them(urls: tuple[str, str], folder: Path) -> None:
+    alembic_url, url = urls
+    assert main(["setup", url]) == 0
+    project = Project(folder, alembic_url)
+    project.ok("revision", "--autogenerate", "-m", "first")
+    assert "drop_table('onceward_records')" in next((folder / "versions").glob("*.py")).read_text()
+
+
+def test_tables_made_by_alembic_work_after_a_stamp(urls: tuple[str, str], folder: Path) -> None:
+    alembic_url, url = urls
+    project = Project(folder, alembic_url, prepare=ADDED)
+    project.ok("revision", "--autogenerate", "-m", "first")
+    project.ok("upgrade", "head")
+    assert main(["stamp", url]) == 0
+    project.ok("check")
+    _works(url)
+
+
+def test_a_difference_is_found(urls: tuple[str, str], folder: Path) -> None:
+    """The control: the comparison does look at the columns and indexes."""
+    alembic_url, url = urls
+    assert main(["setup", url]) == 0
+    engine = sa.create_engine(alembic_url)
+    with engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE onceward_records DROP COLUMN host"))
+        connection.execute(sa.text("DROP INDEX onceward_records_position"))
+    engine.dispose()
+    project = Project(folder, alembic_url, prepare=ADDED)
+    done = project.run("check")
+    assert done.returncode != 0
+    assert "host" in done.stdout + done.stderr
+    assert "onceward_records_position" in done.stdout + done.stderr

@@ -1,0 +1,126 @@
+"""The benchmark runs, does the work that it measures, and notices when it does not. Nothing here is timed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import __main__ as bench
+from bench import batches, duplicates, events, peers, single
+from bench.handwritten import claim_of, identity_of
+from bench.messages import CONSUMER, new_messages
+from bench.questions import World
+from bench.rounds import Figure, Plan, Slice, Stage, Variant, WorkNotDone, figure, in_turn, measure
+from onceward import Inbox
+from onceward.identity import digest
+
+TINY = Plan(rounds=1, seconds=0.001, warm_up=0.001)
+
+
+async def measured(question: Any, world: World) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    async for stage in question(world):
+        if isinstance(stage, Stage):
+            found = await measure(stage, TINY, lambda _text: None)
+            figures |= {f"{one.name} x{found.workers}": one for one in found.figures}
+    return figures
+
+
+@pytest.fixture
+def world(postgres_server: str, tmp_path: Path) -> World:
+    return World(postgres_dsn=postgres_server, folder=tmp_path, known=200, pairs=3, calls=10, rounds=1)
+
+
+async def test_one_message_at_a_time_on_postgresql_does_the_work(world: World):
+    figures = await measured(single.stages, world)
+    assert {"no inbox x1", "by hand x16", "naive x16", "onceward x16", "onceward, result x16"} <= set(figures)
+    assert set(figures["onceward x16"].ratios) == {"no inbox", "by hand"}
+    assert figures["onceward x16"].server_us is not None or not Path("/proc/self/schedstat").exists()
+
+
+async def test_batches_on_postgresql_do_the_work(world: World):
+    figures = await measured(batches.stages, world)
+    assert figures["by hand, bulk x16"].rate is not None
+    missing = "" if hasattr(Inbox, "process_bulk") else "not available"
+    assert figures["process_bulk x16"].missing == missing
+
+
+async def test_known_messages_are_recognised_as_duplicates(world: World):
+    figures = await measured(duplicates.stages, world)
+    assert {"select first x1", "insert first x1", "onceward x16", "= any() x16"} <= set(figures)
+
+
+@pytest.mark.slow
+async def test_peers_are_judged_by_the_same_deliveries(world: World):
+    *stages, facts = [stage async for stage in peers.stages(world)]
+    assert [stage.workers for stage in stages] == [1, 16]
+    rows = {row[0]: row[1:] for row in facts.rows}
+    assert rows["onceward"] == ("0", "0", "0", "0")
+    assert len(rows) == 5
+
+
+async def test_sqlite_does_the_work_and_writes_its_figures_as_json(tmp_path: Path):
+    options = bench.arguments(["--only", "sqlite", "--only", "events", "--rounds", "1", "--seconds", "0.001"])
+    path = tmp_path / "out" / "figures.json"
+    options.out, options.quick = path, True
+    report = await bench.run(options, None, bench.Console(quiet=True))
+    report.save(path)
+    saved = json.loads(path.read_bytes())
+    assert [stage["workers"] for stage in saved["stages"]] == [1, 64, 1]
+    assert saved["facts"][0]["question"] == "events"
+
+
+async def test_events_are_measured_with_and_without_listeners():
+    found = await events.measure(calls=10, rounds=1)
+    assert "nobody listens" in found
+
+
+async def test_a_variant_that_does_not_do_the_work_is_an_error():
+    async def lazy(messages: list[Any]) -> int:
+        return len(messages)
+
+    async def nothing() -> int:
+        return 0
+
+    stage = Stage(question="q", title="t", variants=(Variant("lazy", lazy),), make=new_messages, effects=nothing)
+    with pytest.raises(WorkNotDone, match="lazy: 1 messages, 1 settled, 0 effects"):
+        await measure(stage, TINY, lambda _text: None)
+
+
+def test_ratios_are_taken_within_the_round():
+    def slices(*rates: int) -> list[Slice]:
+        return [Slice(rate, 1.0, 1.0) for rate in rates]
+
+    async def step(_messages: list[Any]) -> int:
+        return 0
+
+    found = figure(Variant("one", step, ("floor",)), {"one": slices(50, 10, 40), "floor": slices(100, 20, 80)})
+    assert found.ratios["floor"].middle == 0.5
+    assert found.ratios["floor"].low == found.ratios["floor"].high == 0.5
+
+
+def test_every_variant_comes_first_in_some_round():
+    variants = [Variant(name, None) for name in "abc"]
+    orders = ["".join(one.name for one in in_turn(variants, number)) for number in range(6)]
+    assert {order[0] for order in orders} == set("abc")
+    assert len(set(orders)) == 6
+
+
+def test_hand_written_code_computes_identities_as_onceward_does():
+    parts = ("billing", "default", "source:shop", "ü-1")
+    assert identity_of(*parts) == digest(*parts)
+
+
+async def test_hand_written_code_keeps_the_same_identity_and_hash_as_onceward():
+    message = new_messages(1)[0]
+
+    async def handler(_message: Any) -> None:
+        pass
+
+    async with Inbox.connect("sqlite://", consumer=CONSUMER) as inbox:
+        await inbox.process(message, handler)
+        record = await inbox.get_record(message)
+    claim = claim_of(message)
+    assert record is not None
+    assert (record.identity.digest, record.payload_hash) == (claim.identity, claim.payload_hash)
