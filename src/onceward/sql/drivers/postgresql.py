@@ -116,7 +116,7 @@ class PostgresSession(ABC, Generic[Tx]):
     @property
     def stands(self) -> bool:
         guard = self._guard
-        return guard is not None and not guard.has_ended and self._in_transaction() and not self.gone
+        return guard is not None and not guard.has_ended and self._in_transaction()
 
     async def begin(self, first: Statement | None = None) -> Result:
         self._token = token_hex(8)
