@@ -33,7 +33,7 @@ from onceward.errors import (
 from onceward.outcome import Kind, Outcome
 from onceward.record import Change, Decision, Failure, Record, State, decide, from_states
 from onceward.shield import finish, wait_out
-from onceward.store import Conflict, Found, InFlight, Unit
+from onceward.store import Conflict, Ended, Found, InFlight, Unit
 from onceward.work import Work
 
 MARK_TRIES = 3
@@ -151,12 +151,8 @@ async def _judge(unit: Unit[Any], work: Work, found: Found) -> Outcome[Any] | No
             return None
         case Decision.BUSY:
             raise InFlight
-        case Decision.DUPLICATE:
-            mismatch = compare(work, record.payload_hash)
-            result = work.handler.restored(record.result)
-            return Outcome(Kind.DUPLICATE, result=result, mismatch=mismatch, record=record)
-        case Decision.ACCEPTED:
-            return Outcome(Kind.ACCEPTED, mismatch=compare(work, record.payload_hash), record=record)
+        case Decision.DUPLICATE | Decision.ACCEPTED | Decision.DEAD:
+            return settled_by(work, record)
         case Decision.LATER:
             raise TryLater(
                 (record.next_try_at - found.now).total_seconds() if record.next_try_at else None,
@@ -166,8 +162,22 @@ async def _judge(unit: Unit[Any], work: Work, found: Found) -> Outcome[Any] | No
             )
         case Decision.EXHAUSTED:
             return await _exhausted(unit, work, record)
-        case Decision.DEAD:
+
+
+def settled_by(work: Work, record: Record) -> Outcome[Any] | None:
+    """What a record says that leaves nothing to do. None: it has to be run, now or later."""
+    match record.state:
+        case State.PROCESSED:
+            mismatch = compare(work, record.payload_hash)
+            return Outcome(
+                Kind.DUPLICATE, result=work.handler.restored(record.result), mismatch=mismatch, record=record
+            )
+        case State.ACCEPTED:
+            return Outcome(Kind.ACCEPTED, mismatch=compare(work, record.payload_hash), record=record)
+        case State.DEAD | State.DISCARDED:
             return dead_outcome(record, mismatch=compare(work, record.payload_hash))
+        case _:
+            return None
 
 
 def compare(work: Work, payload_hash: bytes | None) -> bool:
@@ -252,8 +262,10 @@ async def _failed(
     """Undo, and keep the failure in a second transaction."""
     ended = await unit.ended()
     await unit.rollback()
-    if unit.joined:
-        raise error  # deduplication only: to keep the failure is the caller's, after the rollback
+    if unit.joined:  # deduplication only: to keep the failure is the caller's, after the rollback
+        if ended:
+            raise Ended from error
+        raise error
     if ended or isinstance(error, HandlerEndedTransaction):
         await bury_ended(unit, work, error)
         if isinstance(error, Exception) and not isinstance(error, HandlerEndedTransaction):

@@ -42,6 +42,10 @@ def in_flight(wait: float) -> TryLater:
     return TryLater(reason="in_flight", text=f"another runner has this message; waited {wait:g} s for it")
 
 
+def busy(wait: float) -> TryLater:
+    return TryLater(reason="store_busy", text=f"another transaction writes to the database; waited {wait:g} s for it")
+
+
 class Done(msgspec.Struct, frozen=True):
     """What a duplicate is answered with: the hash to compare, and the result as it was stored."""
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from contextvars import ContextVar, Token
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ class Hold(msgspec.Struct):
     connection: Any = None
     """Where that is an SQLAlchemy connection, sessions can join it."""
     active: bool = True
+    before: Hold | None = None
 
 
 _hold: ContextVar[Hold | None] = ContextVar("onceward_hold", default=None)
@@ -41,17 +42,17 @@ def noticed(pool: Any, timeout: float | None) -> float | None:
     return _watches[id(pool)].noticed(pool, timeout)
 
 
-def hold(connection: Any) -> Token[Hold | None]:
+def hold(connection: Any) -> Hold:
     """A connection of SQLAlchemy that the caller of the inbox has: sessions of the handler can join it."""
-    return _hold.set(Hold(connection.engine, connection))
+    held = Hold(connection.engine, connection, before=_hold.get())
+    _hold.set(held)
+    return held
 
 
-def unhold(token: Token[Hold | None]) -> None:
-    held = _hold.get()
-    if held is not None:
-        held.active = False
-    with suppress(ValueError):  # ended by another task than began it
-        _hold.reset(token)
+def unhold(held: Hold) -> None:
+    held.active = False
+    if _hold.get() is held:  # not so when another task ends it than began it
+        _hold.set(held.before)
 
 
 def held_connection(pool: Any) -> Any:
