@@ -76,11 +76,18 @@ def abroad(postgres_server: str) -> Iterator[str]:
         yield dsn
 
 
-async def emptied(lab: Lab) -> AsyncIterator[Lab]:
-    await lab.query("DELETE FROM onceward_records")
-    await lab.query("DELETE FROM effects")
+async def emptied(lab: PostgresLab, dsn: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
+    """With one connection for all queries: making one takes longer than most of these tests."""
+    connection = await asyncpg.connect(dsn)
+
+    async def query(sql: str) -> list[tuple[Any, ...]]:
+        return [tuple(row) for row in await connection.fetch(sql)]
+
+    monkeypatch.setattr(lab, "query", query)
+    await connection.execute("DELETE FROM onceward_records; DELETE FROM effects")
     async with lab.stack:
         yield lab
+    await connection.close()
 
 
 class OnPostgres(JoinedContract):
@@ -107,8 +114,8 @@ class OnSqlite(JoinedContract):
 
 class TestAsyncpg(OnPostgres):
     @pytest.fixture
-    async def lab(self, home: str) -> AsyncIterator[Lab]:
-        async for lab in emptied(PostgresLab(home)):
+    async def lab(self, home: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
+        async for lab in emptied(PostgresLab(home), home, monkeypatch):
             yield lab
 
     @pytest.fixture(params=POSTGRES_CALLERS, ids=lambda kind: kind.__name__)
@@ -143,8 +150,8 @@ class TestVariants:
 
 class TestPsycopg(OnPostgres):
     @pytest.fixture
-    async def lab(self, home: str) -> AsyncIterator[Lab]:
-        async for lab in emptied(PsycopgLab(home)):
+    async def lab(self, home: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
+        async for lab in emptied(PsycopgLab(home), home, monkeypatch):
             yield lab
 
     @pytest.fixture
@@ -154,8 +161,8 @@ class TestPsycopg(OnPostgres):
 
 class TestSqlAlchemyAsyncpg(OnPostgres):
     @pytest.fixture
-    async def lab(self, home: str) -> AsyncIterator[Lab]:
-        async for lab in emptied(SqlAlchemyPostgresLab(home, "asyncpg")):
+    async def lab(self, home: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
+        async for lab in emptied(SqlAlchemyPostgresLab(home, "asyncpg"), home, monkeypatch):
             yield lab
 
     @pytest.fixture
@@ -165,8 +172,8 @@ class TestSqlAlchemyAsyncpg(OnPostgres):
 
 class TestSqlAlchemyPsycopg(OnPostgres):
     @pytest.fixture
-    async def lab(self, home: str) -> AsyncIterator[Lab]:
-        async for lab in emptied(SqlAlchemyPostgresLab(home, "psycopg")):
+    async def lab(self, home: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
+        async for lab in emptied(SqlAlchemyPostgresLab(home, "psycopg"), home, monkeypatch):
             yield lab
 
     @pytest.fixture

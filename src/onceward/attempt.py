@@ -219,7 +219,8 @@ async def _run(unit: Unit[Any], work: Work, before: Record | None) -> Outcome[An
         if work.seen_before is not None and not work.replayed and await work.seen_before(unit.tx, work.message):
             kind, result = Kind.DUPLICATE, None
         else:
-            result = await work.handler.run(work.handler.decoded(work.message), unit.tx)
+            tx = unit.tx if work.handler.wants_tx else None
+            result = await work.handler.run(work.handler.decoded(work.message), tx)
             kind = Kind.PROCESSED
         closing = closing_of(work, before, result, (perf_counter() - began) * 1000)
     except BaseException as error:  # noqa: BLE001 - also cancellation: everything must be undone

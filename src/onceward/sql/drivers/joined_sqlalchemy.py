@@ -18,6 +18,7 @@ from onceward.sql.drivers.joined import CLOSED, FAILED, JoinedSession, Savepoint
 from onceward.sql.drivers.joined_postgresql import ABORTED, NO_SAVEPOINT, NO_TRANSACTION, problem_of, sqlstate
 from onceward.sql.drivers.joined_sqlite import TAKE_LOCK, WHERE, begin_as_python_would, without_waiting
 from onceward.sql.drivers.pool_watch import Hold, hold, unhold
+from onceward.sql.drivers.sqlalchemy_shared import check_shared, ledger_of, shared_by
 from onceward.sql.drivers.sqlite import raise_for
 from onceward.sql.plan import PARAMETER, Result, Statement, numbered
 
@@ -67,16 +68,23 @@ class JoinedConnection(JoinedSession):
             raise
         except Exception as error:  # noqa: BLE001 - told apart there
             self._raise(error)
+        ledger = ledger_of(self._below)
+        self._mark = (0, "") if ledger is None else ledger.mark()
         self._held = hold(self._below)
         return result
 
     async def commit(self) -> None:
         if not (self.read_only and self.dialect == "sqlite"):
+            check_shared(self._below)
             await super().commit()
         self._let_go()
 
     async def rollback(self) -> None:
-        self._let_go()
+        if self._held is not None:
+            self._let_go()
+            ledger = ledger_of(self._below)
+            if ledger is not None:
+                ledger.undone_to(self._mark)
         await super().rollback()
 
     def _let_go(self) -> None:
@@ -150,6 +158,7 @@ class JoinedOrmSession(JoinedConnection):
     async def _enter(self, _savepoint: str) -> None:
         self._nested = await self.tx.begin_nested()
         self._below = await self.tx.connection()  # SAVEPOINT is sent only when the connection is used
+        shared_by(self._below, self.tx)
 
     def check_stands(self) -> None:
         if self.entered and not self._is_open():

@@ -55,15 +55,14 @@ def unhold(held: Hold) -> None:
         _hold.set(held.before)
 
 
-def held_connection(pool: Any) -> Any:
-    """The SQLAlchemy connection that this task's handler has, if it is one of this pool (of an engine)."""
+def held_of(pool: Any) -> Hold | None:
+    """What this task's handler holds, if that is an SQLAlchemy connection of this pool (of an engine)."""
     held = _hold.get()
-    if held is None or not held.active or current_or_none() is None:
+    while held is not None and not held.active:
+        held = held.before
+    if held is None or held.connection is None or held.connection.engine.sync_engine.pool is not pool:
         return None
-    engine = getattr(held.pool, "sync_engine", None)
-    if engine is None or engine.pool is not pool:
-        return None
-    return held.connection
+    return held
 
 
 class PoolWatch:
