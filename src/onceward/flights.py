@@ -73,6 +73,10 @@ def in_flight(wait: float) -> TryLater:
     return TryLater(reason="in_flight", text=f"another runner has this message; waited {wait:g} s for it")
 
 
+def busy(wait: float) -> TryLater:
+    return TryLater(reason="store_busy", text=f"another transaction writes to the database; waited {wait:g} s for it")
+
+
 class Cache:
     """The last identities that are known to be committed. It answers "duplicate" or nothing, never "new"."""
 

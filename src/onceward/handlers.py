@@ -51,8 +51,12 @@ class Handler(msgspec.Struct, frozen=True):
     def name(self) -> str:
         return self.shape.name
 
+    @property
+    def wants_tx(self) -> bool:
+        return self.shape.wants_tx
+
     async def run(self, message: Message[Any], tx: Any) -> Any:
-        given = self.function(message, tx) if self.shape.wants_tx else self.function(message)
+        given = self.function(message, tx) if self.wants_tx else self.function(message)
         return await given if inspect.isawaitable(given) else given
 
     def decoded(self, message: Message[Any]) -> Message[Any]:

@@ -22,7 +22,10 @@ from onceward.errors import (
     InboxClosed,
     InvalidMessage,
     NotDead,
+    PayloadMismatch,
     RecordNotFound,
+    StoreError,
+    TryLater,
     UsageError,
 )
 from onceward.handlers import F, Handler, Router, handler_of
@@ -270,7 +273,7 @@ class Inbox(Generic[Tx]):
             message, known, key=key, retry=retry, retention=retention, origin=origin, redelivered=redelivered
         )
         if tx is not None:
-            return await self._joined(work, self._settler.join(work, tx))
+            return await self._join(work, tx)
         return raised(await self._settle(work))
 
     async def process_many(
@@ -333,9 +336,8 @@ class Inbox(Generic[Tx]):
         your transaction stands, and ends as you say.
         """
         work = self._claim_work("claim", message, key=key, retention=retention, origin=origin)
-        async with self._settler.claimed(work, tx) as claim:
-            if not claim.first:
-                self._tell(work, claim.outcome)
+        async with self._telling(work), self._settler.claimed(work, tx) as claim:
+            self._tell(work, claim.outcome)
             yield claim
 
     async def mark_processed(
@@ -355,9 +357,8 @@ class Inbox(Generic[Tx]):
         own, which protects nothing that you wrote before.
         """
         work = self._claim_work("mark_processed", message, key=key, retention=retention, origin=origin)
-        async with self._settler.claimed(work, tx) as claim:
-            if claim.first:
-                claim.save(result, extra=extra)
+        async with self._telling(work), self._settler.claimed(work, tx) as claim:
+            claim.save(result, extra=extra)
         if claim.outcome is not None:
             self._tell(work, claim.outcome)
             if claim.outcome.kind is Kind.DEAD and claim.outcome.error is not None:
@@ -384,7 +385,8 @@ class Inbox(Generic[Tx]):
     ) -> Outcome[Any]:
         """Count a failure after you rolled back: FAILED, with `retry_at` where a policy says when, or DEAD."""
         work = self._claim_work("record_failure", message, key=key, retry=retry, origin=origin)
-        outcome = await self._joined(work, self._settler.keep_failure(work, error))
+        async with self._telling(work):
+            outcome = await self._settler.keep_failure(work, error)
         self._tell(work, outcome)
         return outcome
 
@@ -398,15 +400,24 @@ class Inbox(Generic[Tx]):
         if not isinstance(message, Message):
             raise UsageError(f"{verb} takes a Message, not {type(message).__name__}")
 
-    async def _joined(self, work: Work, settling: Awaitable[Outcome[Any]]) -> Outcome[Any]:
+    async def _join(self, work: Work, tx: Any) -> Outcome[Any]:
         """In a transaction of the caller's nothing is processed before the commit, so only what is known is told."""
         if not self._open:
-            settling.close()  # type: ignore[attr-defined]
             raise InboxClosed
-        outcome = await settling
-        if outcome.kind is Kind.DUPLICATE:
+        async with self._telling(work):
+            outcome = await self._settler.join(work, tx)
+        if outcome.kind is not Kind.PROCESSED:
             self._tell(work, outcome)
         return outcome
+
+    @asynccontextmanager
+    async def _telling(self, work: Work) -> AsyncIterator[None]:
+        """Tell of errors that are ours. Those of the caller's code are the caller's business, see record_failure."""
+        try:
+            yield
+        except (TryLater, PayloadMismatch, StoreError) as error:
+            self._bus.emit(events.of_error(self.consumer, work.message, work.identity, error))
+            raise
 
     def _tell(self, work: Work, outcome: Outcome[Any] | None) -> None:
         if outcome is not None:

@@ -110,6 +110,14 @@ class InFlight(Exception):
     """A signal of the stores, never seen by users: another transaction has this identity right now."""
 
 
+class Busy(InFlight):
+    """A signal of the stores: the database has one writer at a time, and another transaction is it."""
+
+
+class Ended(Exception):
+    """A signal: a block failed (the cause says how) after it had ended the transaction that it was in."""
+
+
 class Conflict(Exception):
     """A signal of the stores: the database asks to run the transaction again (40001, 40P01)."""
 
@@ -148,7 +156,8 @@ class Unit(Protocol[Tx_co]):
         """Undo everything since the claim. Safe to call at any time, also twice."""
 
     async def ended(self) -> bool:
-        """Asked before the rollback of a failed run: did the handler end the transaction itself?"""
+        """Asked before the rollback of a failed run: did the handler end the transaction itself? A joined unit is
+        rolled back by asking."""
 
     def is_conflict(self, error: BaseException) -> bool:
         """A serialization failure or deadlock, which says nothing about the message."""
@@ -261,5 +270,7 @@ class Store(Protocol[Tx_co]):
     ) -> AbstractAsyncContextManager[Unit[Tx_co]]:
         """A unit of work. `begin` runs first in each of its transactions; `wait` bounds waiting for a turn."""
 
-    def join(self, tx: Any, *, begin: Begin[Any] | None = None) -> AbstractAsyncContextManager[Unit[Any]]:
+    def join(
+        self, tx: Any, *, begin: Begin[Any] | None = None, read_only: bool = False
+    ) -> AbstractAsyncContextManager[Unit[Any]]:
         """A unit inside a transaction of the caller's. TransactionUnusable: it has failed, or is somewhere else."""

@@ -113,9 +113,11 @@ class SqlStore(Generic[Tx]):
         return _Units(self._driver, begin, wait, read_only=read_only)
 
     @asynccontextmanager
-    async def join(self, tx: Any, *, begin: Begin[Any] | None = None) -> AsyncIterator[SqlUnit[Any]]:
+    async def join(
+        self, tx: Any, *, begin: Begin[Any] | None = None, read_only: bool = False
+    ) -> AsyncIterator[SqlUnit[Any]]:
         dialect = self._driver.dialect
-        session = await joined(tx, dialect.name)
+        session = await joined(tx, dialect.name, read_only=read_only)
         session.expect(self._token, dialect("schema_token"))
         unit: SqlUnit[Any] = SqlUnit(self._driver, session, begin, 0.0, joined=True)
         try:

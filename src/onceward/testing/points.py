@@ -29,6 +29,11 @@ class PointStore:
         async with self._store.unit(**options) as unit:
             yield _PointUnit(unit, self._reached)
 
+    @asynccontextmanager
+    async def join(self, tx: Any, **options: Any) -> AsyncIterator[_PointUnit]:
+        async with self._store.join(tx, **options) as unit:
+            yield _PointUnit(unit, self._reached)
+
 
 class _PointUnit:
     def __init__(self, unit: Any, reached: Reached) -> None:

@@ -115,12 +115,6 @@ class SqlAlchemySqliteSession(OrmTransaction, AiosqliteSession):
         self.connection = borrowed.connection
         self.make_session = make_session
 
-    async def ended(self) -> bool:
-        """A session that rolled back has ended it cleanly, unless the handler went on: then it wrote on its own."""
-        if self._root is not None and not self._root.is_active and not self.connection.in_transaction():
-            return False
-        return await super().ended()
-
 
 class SqlAlchemySqliteDriver:
     """One writer at a time in this process; other processes are waited for by SQLite's own busy timeout."""

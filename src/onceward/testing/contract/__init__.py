@@ -8,6 +8,7 @@ from onceward.testing.contract.crashes import CrashContract
 from onceward.testing.contract.failures import FailureContract
 from onceward.testing.contract.identities import IdentityContract
 from onceward.testing.contract.inputs import InputContract
+from onceward.testing.contract.joined import JoinedContract
 from onceward.testing.contract.processing import ProcessingContract
 from onceward.testing.contract.racing import RacingContract
 from onceward.testing.contract.retention import RetentionContract
@@ -30,4 +31,4 @@ class StoreContract(
     """Subclass it with a fixture `lab` that gives a Lab on an empty database."""
 
 
-__all__ = ["StoreContract"]
+__all__ = ["JoinedContract", "StoreContract"]
