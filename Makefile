@@ -12,10 +12,10 @@ help: ## Show this list
 demo: $(VENV)/demo.stamp ## A shop, a broker that repeats itself, workers that get killed: then the audit
 	@$(BIN)/python -m onceward.demo
 
-test: $(VENV)/dev.stamp $(VENV)/postgres.stamp ## All tests, on SQLite and a throwaway PostgreSQL
+test: $(VENV)/dev.stamp $(VENV)/postgres.stamp $(VENV)/pgbouncer.stamp ## All tests, on SQLite and a throwaway PostgreSQL
 	@$(BIN)/python -m pytest
 
-test-fast: $(VENV)/dev.stamp $(VENV)/postgres.stamp ## The inner loop: stop at the first failure, leave out the slow ones
+test-fast: $(VENV)/dev.stamp $(VENV)/postgres.stamp $(VENV)/pgbouncer.stamp ## The inner loop: stop at the first failure, leave out the slow ones
 	@$(BIN)/python -m pytest -x -q -m "not slow"
 
 bench: $(VENV)/bench.stamp $(VENV)/postgres.stamp ## What it costs, beside hand-written code and others (ARGS=--quick)
@@ -58,4 +58,8 @@ $(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/postgres.stamp: tests/services/postgres.py | $(VENV)/dev.stamp
 	@$(BIN)/python -m tests.services.postgres ensure
+	@touch $@
+
+$(VENV)/pgbouncer.stamp: tests/services/pgbouncer.py | $(VENV)/dev.stamp
+	@$(BIN)/python -m tests.services.pgbouncer ensure
 	@touch $@

@@ -1,20 +1,25 @@
-"""Fixtures: a throwaway PostgreSQL for the session, an empty database for each test that asks."""
+"""Fixtures: a throwaway PostgreSQL for the session, a database of its own for each test that asks."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
-from itertools import count
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
+from typing import NoReturn
 
-import asyncpg
 import pytest
 
 from onceward.testing import AiosqliteLab, PostgresLab, PsycopgLab, SqlAlchemyPostgresLab, SqliteLab
-from tests.services import postgres
+from tests.services import pgbouncer, postgres
+from tests.services.databases import database, drop_template, make_template
 
-_numbers = count(1)
+
+def missing(reason: str) -> NoReturn:
+    """A service is not there: skip visibly, or fail where all of them are required."""
+    if os.environ.get("ONCEWARD_REQUIRE_SERVICES"):
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -25,41 +30,54 @@ def postgres_server() -> Iterator[str]:
         yield given
         return
     if postgres.binaries() is None:
-        reason = f"no PostgreSQL here; set {postgres.VARIABLE}"
-        if os.environ.get("ONCEWARD_REQUIRE_SERVICES"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    with postgres.throwaway() as server:
+        missing(f"no PostgreSQL here; set {postgres.VARIABLE}")
+    with postgres.throwaway(in_memory=True) as server:
         yield server.dsn
+
+
+@pytest.fixture(scope="session")
+def postgres_template(postgres_server: str) -> Iterator[str]:
+    """The name of a database with onceward's tables and `effects`, to be copied."""
+    name = asyncio.run(make_template(postgres_server))
+    yield name
+    asyncio.run(drop_template(postgres_server, name))
 
 
 @pytest.fixture
 async def postgres_dsn(postgres_server: str) -> AsyncIterator[str]:
     """An empty database of its own."""
-    name = f"onceward_test_{os.getpid()}_{next(_numbers)}"
-    admin = await asyncpg.connect(postgres_server)
-    await admin.execute(f"CREATE DATABASE {name}")
-    try:
-        yield urlunsplit(urlsplit(postgres_server)._replace(path=f"/{name}"))
-    finally:
-        await admin.execute(f"DROP DATABASE {name} WITH (FORCE)")
-        await admin.close()
+    async with database(postgres_server) as dsn:
+        yield dsn
 
 
 @pytest.fixture
-async def postgres_lab(postgres_dsn: str) -> AsyncIterator[PostgresLab]:
-    lab = PostgresLab(postgres_dsn)
-    await lab.set_up()
+async def ready_dsn(postgres_server: str, postgres_template: str) -> AsyncIterator[str]:
+    """A database of its own that is set up: onceward's tables are there, and `effects`."""
+    async with database(postgres_server, postgres_template) as dsn:
+        yield dsn
+
+
+@pytest.fixture
+async def postgres_lab(ready_dsn: str) -> AsyncIterator[PostgresLab]:
+    lab = PostgresLab(ready_dsn)
     async with lab.stack:
         yield lab
 
 
 @pytest.fixture
-async def psycopg_lab(postgres_dsn: str) -> AsyncIterator[PsycopgLab]:
-    lab = PsycopgLab(postgres_dsn)
-    await lab.set_up()
+async def psycopg_lab(ready_dsn: str) -> AsyncIterator[PsycopgLab]:
+    lab = PsycopgLab(ready_dsn)
     async with lab.stack:
         yield lab
+
+
+@pytest.fixture(scope="session")
+def bouncer(postgres_server: str) -> Iterator[pgbouncer.Bouncer]:
+    """A PgBouncer in transaction mode that lives as long as the session."""
+    if pgbouncer.binary() is None:
+        missing("no PgBouncer here; install the package pgbouncer")
+    with pgbouncer.throwaway(postgres_server) as running:
+        yield running
 
 
 @pytest.fixture
@@ -71,17 +89,15 @@ async def sqlite_lab(tmp_path: Path) -> AsyncIterator[SqliteLab]:
 
 
 @pytest.fixture
-async def sqlalchemy_asyncpg_lab(postgres_dsn: str) -> AsyncIterator[SqlAlchemyPostgresLab]:
-    lab = SqlAlchemyPostgresLab(postgres_dsn, "asyncpg")
-    await lab.set_up()
+async def sqlalchemy_asyncpg_lab(ready_dsn: str) -> AsyncIterator[SqlAlchemyPostgresLab]:
+    lab = SqlAlchemyPostgresLab(ready_dsn, "asyncpg")
     async with lab.stack:
         yield lab
 
 
 @pytest.fixture
-async def sqlalchemy_psycopg_lab(postgres_dsn: str) -> AsyncIterator[SqlAlchemyPostgresLab]:
-    lab = SqlAlchemyPostgresLab(postgres_dsn, "psycopg")
-    await lab.set_up()
+async def sqlalchemy_psycopg_lab(ready_dsn: str) -> AsyncIterator[SqlAlchemyPostgresLab]:
+    lab = SqlAlchemyPostgresLab(ready_dsn, "psycopg")
     async with lab.stack:
         yield lab
 

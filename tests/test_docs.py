@@ -6,7 +6,8 @@ The blocks of a page run in order in one namespace, in an empty folder, with `aw
 - `text` right after `python`: what that block printed.
 - `sh`: `onceward ...` runs through the command line's own main; `make ...` names a target that exists.
 
-A page that says postgresql://localhost/shop gets a throwaway database instead.
+A page that says postgresql://localhost/shop gets a throwaway database instead, and one that says
+postgresql://localhost:6432/shop the same database through a throwaway PgBouncer.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ DOCS = ROOT / "docs"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 DSN = "postgresql://localhost/shop"
+BOUNCED = "postgresql://localhost:6432/shop"
 
 _BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -63,9 +65,9 @@ def blocks(page: Path) -> Iterator[Block]:
 class Reader:
     """Does what a page says, block by block."""
 
-    def __init__(self, page: Path, dsn: str, runner: asyncio.Runner, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, page: Path, real: dict[str, str], runner: asyncio.Runner, capsys: Any) -> None:
         self._page = page
-        self._dsn = dsn
+        self._real = real
         self._runner = runner
         self._capsys = capsys
         self._namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins, "__shows__": shows}
@@ -73,7 +75,9 @@ class Reader:
     def read(self) -> None:
         before, printed = "", ""
         for block in blocks(self._page):
-            text = block.text.replace(DSN, self._dsn)
+            text = block.text
+            for told, real in self._real.items():
+                text = text.replace(told, real)
             if block.language == "python":
                 self._capsys.readouterr()
                 self._run(text, block.line)
@@ -132,13 +136,15 @@ def test_a_page_does_what_it_says(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    dsn = DSN
-    if DSN in page.read_text("utf-8"):
-        dsn = request.getfixturevalue("postgres_dsn")
-        asyncio.run(PostgresLab(dsn).store().setup())
+    real, text = {}, page.read_text("utf-8")
+    if DSN in text:
+        real[DSN] = request.getfixturevalue("postgres_dsn")
+        asyncio.run(PostgresLab(real[DSN]).store().setup())
+    if BOUNCED in text:
+        real[BOUNCED] = request.getfixturevalue("bouncer").dsn(real[DSN])
     monkeypatch.chdir(tmp_path)
     with asyncio.Runner() as runner:
-        Reader(page, dsn, runner, capsys).read()
+        Reader(page, real, runner, capsys).read()
 
 
 def test_a_value_that_is_not_so_is_found() -> None:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from onceward.errors import MissingDriver, UnknownScheme, UsageError
 from onceward.store import Store
 
 
 def store_from_url(url: str, *, schema: str | None = None) -> Store[Any]:
-    """`sqlite:///shop.db`, `sqlite:////var/lib/shop.db`, `sqlite://` (in memory), `postgresql://user@host/db`."""
+    """`sqlite:///shop.db`, `sqlite:////var/lib/shop.db`, `sqlite://` (in memory), `postgresql://user@host/db`.
+
+    `?pgbouncer=true` at the end of a PostgreSQL URL: there is a PgBouncer in transaction mode behind it.
+    """
     if not isinstance(url, str) or "://" not in url:
         raise UsageError(f"{url!r} is not a database URL, such as sqlite:///shop.db or postgresql://user@host/db")
     scheme = url.split("://", 1)[0].lower()
@@ -46,7 +49,9 @@ def _asyncpg(url: str, schema: str | None) -> Store[Any]:
             "postgresql:// needs asyncpg, which is not installed: pip install 'onceward[asyncpg]'",
             extra="asyncpg",
         ) from error
-    return AsyncpgStore(dsn=url.replace("postgresql+asyncpg://", "postgresql://", 1), schema=schema)
+    dsn, bounced = _behind_pgbouncer(url.replace("postgresql+asyncpg://", "postgresql://", 1))
+    options: dict[str, Any] = {"statement_cache_size": 0} if bounced else {}
+    return AsyncpgStore(dsn=dsn, schema=schema, **options)
 
 
 def _psycopg(url: str, schema: str | None) -> Store[Any]:
@@ -57,7 +62,22 @@ def _psycopg(url: str, schema: str | None) -> Store[Any]:
             "postgresql+psycopg:// needs psycopg, which is not installed: pip install 'onceward[psycopg]'",
             extra="psycopg",
         ) from error
-    return PsycopgStore(url.replace("postgresql+psycopg://", "postgresql://", 1), schema=schema)
+    dsn, bounced = _behind_pgbouncer(url.replace("postgresql+psycopg://", "postgresql://", 1))
+    options: dict[str, Any] = {"kwargs": {"prepare_threshold": None}} if bounced else {}
+    return PsycopgStore(dsn, schema=schema, **options)
+
+
+def _behind_pgbouncer(url: str) -> tuple[str, bool]:
+    """The URL as the driver wants it, and whether it said that nothing may be prepared on a connection."""
+    if "pgbouncer=" not in url:
+        return url, False
+    parts = urlsplit(url)
+    options = parse_qsl(parts.query, keep_blank_values=True)
+    said = {value for name, value in options if name == "pgbouncer"}
+    if not said <= {"true", "false"}:
+        raise UsageError("pgbouncer= in a database URL is true or false")
+    rest = urlencode([(name, value) for name, value in options if name != "pgbouncer"])
+    return urlunsplit(parts._replace(query=rest)), "true" in said
 
 
 def _sqlalchemy(url: str, schema: str | None) -> Store[Any]:

@@ -75,23 +75,45 @@ def inlined(statement: Statement) -> str:
 
     Safe only where `standard_conforming_strings` is on; the caller checks that.
     """
-    return PARAMETER.sub(
-        lambda match: match[0] if match[1] is None else literal(statement.params[match[1]]), statement.sql
-    )
+    pieces, names = _pieces(statement.sql)
+    params = statement.params
+    filled = list(pieces)
+    filled[1::2] = [literal(params[name]) for name in names]
+    return "".join(filled)
+
+
+@lru_cache(maxsize=256)
+def _pieces(sql: str) -> tuple[list[str], tuple[str, ...]]:
+    """The text between the parameters, with a place for each; and their names, in the order of the places."""
+    pieces: list[str] = []
+    names: list[str] = []
+    end = 0
+    for match in PARAMETER.finditer(sql):
+        if match[1] is not None:
+            pieces += (sql[end : match.start()], "")
+            names.append(match[1])
+            end = match.end()
+    return [*pieces, sql[end:]], tuple(names)
 
 
 def literal(value: object) -> str:
     """A closed encoder: whole numbers, text, bytes and times. Anything else is refused."""
     if value is None:
         return "NULL"
+    if type(value) is str:
+        return _text(value)
     if type(value) is int:
         return f"({value})"  # -2**63::bigint would negate after the cast, and overflow
-    if type(value) is str:
-        if "\0" in value:
-            raise ValueError("a text for the database contains NUL")
-        return "'" + value.replace("'", "''") + "'"
     if type(value) is bytes:
         return f"'\\x{value.hex()}'"
     if isinstance(value, datetime):
         return f"'{value.isoformat()}'"
     raise TypeError(f"no literal for {type(value).__name__}")
+
+
+@lru_cache(maxsize=4096)
+def _text(value: str) -> str:
+    """Cached: most of what a claim says is the same each time."""
+    if "\0" in value:
+        raise ValueError("a text for the database contains NUL")
+    return "'" + value.replace("'", "''") + "'"

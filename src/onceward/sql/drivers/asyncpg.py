@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Coroutine
 from typing import Any
+from weakref import WeakSet
 
 import asyncpg
 
 from onceward.errors import StoreUnavailable, UsageError
+from onceward.shield import finish_here
 from onceward.sql.drivers.asyncpg_guard import GuardedConnection, acquire, put_on, release, take_off
 from onceward.sql.drivers.pool_watch import PoolWatch
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
@@ -15,9 +18,10 @@ from onceward.sql.plan import Result, Statement, gives_rows, numbered
 
 
 class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
-    def __init__(self, connection: asyncpg.Connection) -> None:
+    def __init__(self, connection: asyncpg.Connection, resets: Resets | None = None) -> None:
         super().__init__()
         self._connection = connection
+        self._resets = resets
 
     @property
     def tx(self) -> asyncpg.Connection:
@@ -41,6 +45,15 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     def _has_standard_strings(self) -> bool:
         return bool(self._connection.get_settings().standard_conforming_strings == "on")
 
+    def _prepares_on(self) -> Any:
+        """`statement_cache_size=0` is what asyncpg needs behind PgBouncer."""
+        return self._connection if getattr(self._connection, "_stmt_cache_enabled", False) else None
+
+    async def begin(self, first: Statement | None = None) -> Result:
+        if self._resets is not None:
+            self._resets.used(self._connection)
+        return await super().begin(first)
+
     async def _send(self, sql: str) -> str:
         tag: str = await self._connection.execute(sql)
         return tag
@@ -55,6 +68,31 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
 
     def _terminate(self) -> None:
         self._connection.terminate()
+
+    def _ending(self) -> str:
+        return "COMMIT" if self._resets is None else self._resets.riding_with_commit(self._connection)
+
+    def _finish(self, work: Coroutine[Any, Any, None]) -> Awaitable[None]:
+        return finish_here(work)  # asyncpg's own timeouts are timers, not cancellations
+
+
+class Resets:
+    """A pool resets a connection that comes back, with a trip of its own. In a pool of ours it rides with COMMIT."""
+
+    def __init__(self) -> None:
+        self._done: WeakSet[asyncpg.Connection] = WeakSet()
+
+    def used(self, connection: asyncpg.Connection) -> None:
+        self._done.discard(connection)
+
+    def riding_with_commit(self, connection: asyncpg.Connection) -> str:
+        self._done.add(connection)
+        return f"COMMIT; {connection.get_reset_query()}"
+
+    async def reset(self, connection: asyncpg.Connection) -> None:
+        """For the pool: only where nothing was committed last."""
+        if connection not in self._done:
+            await connection.execute(connection.get_reset_query())
 
 
 class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
@@ -72,10 +110,12 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
         super().__init__(pool, schema, PoolWatch(second_connection, put_on, take_off, acquire, release))
         self._dsn = dsn
         self._options = pool_options
+        self._resets = Resets()
 
     async def _create_pool(self) -> asyncpg.Pool:
+        options: dict[str, Any] = {"min_size": 1, "max_size": 10, "reset": self._resets.reset} | self._options
         try:
-            return await asyncpg.create_pool(self._dsn, **{"min_size": 1, "max_size": 10} | self._options)
+            return await asyncpg.create_pool(self._dsn, **options)
         except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, ValueError) as error:
             raise StoreUnavailable(f"cannot connect to PostgreSQL: {error or type(error).__name__}") from error
 
@@ -85,6 +125,7 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
         except TimeoutError:
             pool.terminate()
 
-    def _session(self, connection: Any) -> AsyncpgSession:
+    def session_on(self, connection: Any) -> AsyncpgSession:
         # The pool's proxy forgets its connection when that is lost; we still want to ask it.
-        return AsyncpgSession(connection._con)  # noqa: SLF001
+        ours = self._given is None and "reset" not in self._options
+        return AsyncpgSession(connection._con, self._resets if ours else None)  # noqa: SLF001

@@ -108,6 +108,7 @@ async def acquire(pool: Any, wait: float) -> Any:
 
 
 async def release(pool: Any, proxy: Any) -> None:
+    """A cancellation may be heard before it has ended; asyncpg shields it, and gives the connection back."""
     try:
         await pool.release(proxy)
     except Exception:  # noqa: BLE001 - a connection that died on its way back says nothing about the message

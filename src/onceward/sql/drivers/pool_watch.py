@@ -7,16 +7,14 @@ one. How a pool is made to call `noticed` is the driver's business; it is left a
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from contextvars import ContextVar, Token
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
 
 from onceward.current import current_or_none
 from onceward.errors import SecondConnection, UsageError
-from onceward.shield import finish
 
 
 class SecondConnectionWarning(UserWarning):
@@ -30,6 +28,7 @@ class Hold(msgspec.Struct):
     connection: Any = None
     """Where that is an SQLAlchemy connection, sessions can join it."""
     active: bool = True
+    before: Hold | None = None
 
 
 _hold: ContextVar[Hold | None] = ContextVar("onceward_hold", default=None)
@@ -41,28 +40,27 @@ def noticed(pool: Any, timeout: float | None) -> float | None:
     return _watches[id(pool)].noticed(pool, timeout)
 
 
-def hold(connection: Any) -> Token[Hold | None]:
+def hold(connection: Any) -> Hold:
     """A connection of SQLAlchemy that the caller of the inbox has: sessions of the handler can join it."""
-    return _hold.set(Hold(connection.engine, connection))
+    held = Hold(connection.engine, connection, before=_hold.get())
+    _hold.set(held)
+    return held
 
 
-def unhold(token: Token[Hold | None]) -> None:
+def unhold(held: Hold) -> None:
+    held.active = False
+    if _hold.get() is held:  # not so when another task ends it than began it
+        _hold.set(held.before)
+
+
+def held_of(pool: Any) -> Hold | None:
+    """What this task's handler holds, if that is an SQLAlchemy connection of this pool (of an engine)."""
     held = _hold.get()
-    if held is not None:
-        held.active = False
-    with suppress(ValueError):  # ended by another task than began it
-        _hold.reset(token)
-
-
-def held_connection(pool: Any) -> Any:
-    """The SQLAlchemy connection that this task's handler has, if it is one of this pool (of an engine)."""
-    held = _hold.get()
-    if held is None or not held.active or current_or_none() is None:
+    while held is not None and not held.active:
+        held = held.before
+    if held is None or held.connection is None or held.connection.engine.sync_engine.pool is not pool:
         return None
-    engine = getattr(held.pool, "sync_engine", None)
-    if engine is None or engine.pool is not pool:
-        return None
-    return held.connection
+    return held
 
 
 class PoolWatch:
@@ -95,25 +93,19 @@ class PoolWatch:
             del _watches[id(pool)]
             self._take_off(pool)
 
-    @asynccontextmanager
-    async def connection(self, pool: Any, wait: float) -> AsyncIterator[Any]:
+    def connection(self, pool: Any, wait: float) -> Lent:
         """A connection for the inbox itself, for as long as a unit needs it."""
+        return Lent(self, pool, wait)
+
+    async def acquire(self, pool: Any, wait: float) -> Any:
         before = _hold.set(None)
         try:
             # With 0 even a free connection comes too late.
-            connection = await self._acquire(pool, max(wait, 0.05))
+            return await self._acquire(pool, max(wait, 0.05))
         finally:
             _hold.reset(before)
-        held = Hold(pool, getattr(connection, "joinable", None))
-        token = _hold.set(held)
-        try:
-            yield connection
-        finally:
-            held.active = False
-            _hold.reset(token)
-            await finish(self._give_back(pool, connection))
 
-    async def _give_back(self, pool: Any, connection: Any) -> None:
+    async def release(self, pool: Any, connection: Any) -> None:
         await self._release(pool, connection)
 
     def noticed(self, pool: Any, timeout: float | None) -> float | None:
@@ -128,3 +120,25 @@ class PoolWatch:
             raise SecondConnection(text, handler=run.handler)
         warnings.warn(text, SecondConnectionWarning, stacklevel=4)
         return self.timeout if timeout is None else timeout
+
+
+class Lent:
+    """A connection, from the pool and back to it."""
+
+    __slots__ = ("_connection", "_held", "_pool", "_token", "_wait", "_watch")
+
+    def __init__(self, watch: PoolWatch, pool: Any, wait: float) -> None:
+        self._watch = watch
+        self._pool = pool
+        self._wait = wait
+
+    async def __aenter__(self) -> Any:
+        connection = self._connection = await self._watch.acquire(self._pool, self._wait)
+        self._held = Hold(self._pool, getattr(connection, "joinable", None))
+        self._token = _hold.set(self._held)
+        return connection
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._held.active = False
+        _hold.reset(self._token)
+        await self._watch.release(self._pool, self._connection)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Awaitable, Coroutine
+from contextlib import suppress
+from functools import lru_cache
 from secrets import token_hex
 from typing import Any, Generic, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 from onceward.errors import (
     CommitNotApplied,
@@ -26,10 +28,11 @@ from onceward.errors import (
     TryLater,
     UsageError,
 )
+from onceward.identity import digest
 from onceward.shield import finish
 from onceward.sql import dialect
 from onceward.sql.drivers.pool_watch import PoolWatch
-from onceward.sql.plan import Result, Statement, gives_rows, inlined
+from onceward.sql.plan import Result, Statement, gives_rows, inlined, literal, numbered
 from onceward.store import Features
 
 Tx = TypeVar("Tx")
@@ -39,6 +42,7 @@ _NO_TABLE = {"42P01", "3F000"}
 _READ_ONLY = "25006"
 _ABORTED = "25P02"
 _DIVISION_BY_ZERO = "22012"
+_NO_STATEMENT = "26000"
 _AWAY = ("08", "57P")  # connection exceptions; shutdown, crash, cannot connect now
 
 LOCATE = Statement(
@@ -54,7 +58,7 @@ class Guard:
     def __init__(self) -> None:
         self._over = False
         self._ended = False
-        self._idle = asyncio.Event()
+        self._idle: asyncio.Event | None = None
         self.broken = False
         """A savepoint could not be undone, so nobody knows what would be committed."""
         self.running = 0
@@ -65,10 +69,14 @@ class Guard:
         self._over = True
         return self._ended
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended
+
     async def is_idle(self, patience: float = 1.0) -> bool:
         """Whether nothing uses the connection; a task that was left behind gets a moment to end."""
         if self.running:
-            self._idle.clear()
+            self._idle = asyncio.Event()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), patience)
         return not self.running
@@ -86,7 +94,7 @@ class Guard:
     def leave(self, *, stands: bool) -> None:
         """A verb has come back; `stands` is what the driver says about the transaction."""
         self.running -= 1
-        if not self.running:
+        if not self.running and self._idle is not None:
             self._idle.set()
         if not stands:
             self._ended = True
@@ -105,6 +113,11 @@ class PostgresSession(ABC, Generic[Tx]):
     def lost(self) -> bool:
         return self.gone and not self._abandoned
 
+    @property
+    def stands(self) -> bool:
+        guard = self._guard
+        return guard is not None and not guard.has_ended and self._in_transaction()
+
     async def begin(self, first: Statement | None = None) -> Result:
         self._token = token_hex(8)
         self._guard = self._new_guard()
@@ -114,9 +127,32 @@ class PostgresSession(ABC, Generic[Tx]):
             trip += "; SET LOCAL client_connection_check_interval = '2s'"
         # A text literal means what we say only with standard_conforming_strings.
         if first is not None and not gives_rows(first.sql) and self._has_standard_strings():
-            return Result((), count(await self._say(f"{trip}; {inlined(first)}")))
+            return Result((), count(await self._begin_with(trip, first)))
         await self._say(trip)
         return await self.execute(first) if first is not None else Result((), 0)
+
+    async def _begin_with(self, trip: str, first: Statement) -> str:
+        """BEGIN and a statement in one trip. As EXECUTE of a prepared one it costs the server half as much."""
+        connection = self._prepares_on()
+        if connection is None:
+            return await self._say(f"{trip}; {inlined(first)}")
+        prepared = _prepared.setdefault(connection, set())
+        if first.sql not in prepared:
+            await self._prepare(first, prepared)
+        try:
+            return await self._send(f"{trip}; {executing(first)}")
+        except Exception as error:  # noqa: BLE001 - told apart there
+            if getattr(error, "sqlstate", None) != _NO_STATEMENT:
+                self._raise(error)
+        # A handler said DISCARD ALL or DEALLOCATE ALL. Nothing was done yet.
+        await self._say("ROLLBACK")
+        await self._prepare(first, prepared)
+        return await self._say(f"{trip}; {executing(first)}")
+
+    async def _prepare(self, statement: Statement, prepared: set[str]) -> None:
+        name, sql, _ = preparable(statement.sql)
+        await self._say(f"PREPARE {name} AS {sql}")
+        prepared.add(statement.sql)
 
     async def execute(self, statement: Statement) -> Result:
         self._check_idle(self._guard)
@@ -169,7 +205,7 @@ class PostgresSession(ABC, Generic[Tx]):
             raise HandlerEndedTransaction
         if guard.broken:
             raise UsageError("two tasks of the handler used tx.transaction() at the same time, and one was not undone")
-        await finish(self._commit())
+        await self._finish(self._commit())
 
     def _check_idle(self, guard: Guard | None) -> None:
         if guard is not None and guard.running:
@@ -179,7 +215,7 @@ class PostgresSession(ABC, Generic[Tx]):
     async def _commit(self) -> None:
         try:
             # 1/0 stops the trip before COMMIT when this is not the transaction that we began.
-            tag = await self._send(f"SELECT 1 / ({self._token_stands()})::int; COMMIT")
+            tag = await self._send(f"SELECT 1 / ({self._token_stands()})::int; {self._ending()}")
         except Exception as error:
             state = getattr(error, "sqlstate", None)
             if state == _DIVISION_BY_ZERO:
@@ -189,7 +225,7 @@ class PostgresSession(ABC, Generic[Tx]):
             if self.lost:
                 raise CommitUnknown from error
             raise  # the database refused: a deferred constraint, a serialization failure
-        if tag != "COMMIT":
+        if tag == "ROLLBACK":
             raise CommitNotApplied(f"COMMIT was answered with {tag}: nothing was written")
 
     async def rollback(self) -> None:
@@ -197,7 +233,7 @@ class PostgresSession(ABC, Generic[Tx]):
         if guard is not None:
             guard.end_of_run()
         if not self.gone and (self._in_transaction() or (guard is not None and guard.running)):
-            await finish(self._rollback(guard))
+            await self._finish(self._rollback(guard))
 
     async def _rollback(self, guard: Guard | None) -> None:
         if guard is not None and not await guard.is_idle():
@@ -264,6 +300,10 @@ class PostgresSession(ABC, Generic[Tx]):
     def _has_standard_strings(self) -> bool: ...
 
     @abstractmethod
+    def _prepares_on(self) -> Any:
+        """The connection, as it remembers prepared statements; None behind a pooler, where it may be any."""
+
+    @abstractmethod
     async def _send(self, sql: str) -> str:
         """Several statements without parameters, in one trip. The last command tag."""
 
@@ -273,6 +313,14 @@ class PostgresSession(ABC, Generic[Tx]):
 
     @abstractmethod
     def _terminate(self) -> None: ...
+
+    def _ending(self) -> str:
+        """COMMIT, and what may ride with it. It is reached only by a transaction that is alive."""
+        return "COMMIT"
+
+    def _finish(self, work: Coroutine[Any, Any, None]) -> Awaitable[None]:
+        """How work that must not be cancelled is awaited."""
+        return finish(work)
 
 
 class PostgresDriver(ABC, Generic[Tx]):
@@ -315,23 +363,15 @@ class PostgresDriver(ABC, Generic[Tx]):
         if self._given is None:
             await self._close_pool(pool)
 
-    @asynccontextmanager
-    async def session(self, *, wait: float, read_only: bool = False) -> AsyncIterator[PostgresSession[Tx]]:  # noqa: ARG002
-        async with AsyncExitStack() as stack:
-            try:
-                connection = await stack.enter_async_context(self.watch.connection(self.pool, wait))
-            except self.timeouts as error:
-                text = f"waited {wait:g} s for a connection: all of the pool are in use, or PostgreSQL does not answer"
-                raise TryLater(reason="store_busy", text=text) from error
-            except OncewardError:
-                raise
-            except Exception as error:
-                raise PostgresSession.translated(error, lost=True) from error
-            session = self._session(connection)
-            try:
-                yield session
-            finally:
-                await session.rollback()
+    def session(self, *, wait: float, read_only: bool = False) -> Connected[Tx]:  # noqa: ARG002
+        return Connected(self, wait)
+
+    def not_connected(self, error: Exception, wait: float) -> Exception:
+        """Why there is no session."""
+        if isinstance(error, self.timeouts):
+            text = f"waited {wait:g} s for a connection: all of the pool are in use, or PostgreSQL does not answer"
+            return TryLater(reason="store_busy", text=text)
+        return PostgresSession.translated(error, lost=True)
 
     # --- primitives of the driver -----------------------------------------------------------------------------
 
@@ -346,8 +386,52 @@ class PostgresDriver(ABC, Generic[Tx]):
     async def _close_pool(self, pool: Any) -> None: ...
 
     @abstractmethod
-    def _session(self, connection: Any) -> PostgresSession[Tx]:
+    def session_on(self, connection: Any) -> PostgresSession[Tx]:
         """Around what the watch has acquired."""
+
+
+class Connected(Generic[Tx]):
+    """A session on a connection of the pool; what is left open is rolled back, and the connection given back."""
+
+    __slots__ = ("_driver", "_lent", "_session", "_wait")
+
+    def __init__(self, driver: PostgresDriver[Tx], wait: float) -> None:
+        self._driver = driver
+        self._wait = wait
+
+    async def __aenter__(self) -> PostgresSession[Tx]:
+        self._lent = self._driver.watch.connection(self._driver.pool, self._wait)
+        try:
+            connection = await self._lent.__aenter__()
+        except OncewardError:
+            raise
+        except Exception as error:
+            raise self._driver.not_connected(error, self._wait) from error
+        self._session = self._driver.session_on(connection)
+        return self._session
+
+    async def __aexit__(self, *error: object) -> None:
+        try:
+            await self._session.rollback()
+        finally:
+            await self._lent.__aexit__(*error)
+
+
+# Which statements were prepared on a connection.
+_prepared: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+
+@lru_cache(maxsize=256)
+def preparable(sql: str) -> tuple[str, str, tuple[str, ...]]:
+    """A name for it, its text with $1, and the names of its parameters."""
+    text, names = numbered(sql)
+    return f"onceward_{digest(sql)[:8].hex()}", text, names
+
+
+def executing(statement: Statement) -> str:
+    name, _, names = preparable(statement.sql)
+    params = statement.params
+    return f"EXECUTE {name}({', '.join([literal(params[one]) for one in names])})"
 
 
 def count(tag: str) -> int:

@@ -18,6 +18,7 @@ from psycopg.transaction import OutOfOrderTransactionNesting
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from onceward.errors import HandlerEndedTransaction, StoreUnavailable, UsageError
+from onceward.shield import finish
 from onceward.sql.drivers.pool_watch import PoolWatch, noticed
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
 from onceward.sql.plan import PARAMETER, Result, Statement, gives_rows
@@ -97,6 +98,10 @@ class PsycopgSession(PostgresSession["psycopg.AsyncConnection[Any]"]):
     def _has_standard_strings(self) -> bool:
         return self._connection.info.parameter_status("standard_conforming_strings") == "on"
 
+    def _prepares_on(self) -> Any:
+        """`prepare_threshold=None` is what psycopg needs behind PgBouncer."""
+        return None if self._connection.prepare_threshold is None else self._connection
+
     async def _send(self, sql: str) -> str:
         cursor = await self._connection.execute(sql.encode(), prepare=False)
         while cursor.nextset():
@@ -170,7 +175,7 @@ class PsycopgDriver(PostgresDriver["psycopg.AsyncConnection[Any]"]):
     async def _close_pool(self, pool: AsyncConnectionPool[Any]) -> None:
         await pool.close(timeout=10.0)
 
-    def _session(self, connection: Any) -> PsycopgSession:
+    def session_on(self, connection: Any) -> PsycopgSession:
         return PsycopgSession(connection)
 
 
@@ -186,6 +191,10 @@ async def _acquire(pool: Any, wait: float) -> Any:
 
 
 async def _release(pool: Any, connection: Any) -> None:
+    await finish(_give_back(pool, connection))
+
+
+async def _give_back(pool: Any, connection: Any) -> None:
     with suppress(psycopg.Error):  # a lost connection says nothing about the message; the pool replaces it
         if not connection.closed:
             await connection.set_autocommit(connection.onceward_autocommit)

@@ -7,9 +7,9 @@ import os
 import re
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self, cast
 
 from onceward.errors import (
     HandlerEndedTransaction,
@@ -119,6 +119,10 @@ class SqliteSession:
             raise UsageError("there is no transaction")
         return self._tx
 
+    @property
+    def stands(self) -> bool:
+        return self._tx is not None and not self._ended and self._writer.alive
+
     def _handler_execute(self, tx: Transaction, sql: str, params: Any) -> sqlite3.Cursor:
         if tx is not self._tx or self.lost:
             raise UsageError("this transaction is over; write only while the handler runs")
@@ -218,7 +222,10 @@ class SqliteSession:
             self._writer.guarding = False
             self._writer.give(turn)
 
-    async def end(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
         await self.rollback()
         self._give_turn()
 
@@ -246,6 +253,7 @@ class SqliteReadSession:
     """Reads what is committed, on a connection of its own: in WAL mode nothing makes it wait."""
 
     lost = gone = False
+    stands = True
 
     def __init__(self, connection: sqlite3.Connection, path: str) -> None:
         self._connection = connection
@@ -301,19 +309,15 @@ class SqliteDriver:
         if writer is not None:
             await writer.close()
 
-    @asynccontextmanager
-    async def session(
-        self, *, wait: float, read_only: bool = False
-    ) -> AsyncIterator[SqliteSession | SqliteReadSession]:
+    def session(self, *, wait: float, read_only: bool = False) -> AbstractAsyncContextManager[SqliteSession]:
         if self._writer is None:
             raise StoreUnavailable("the store is not open")
         if read_only and self._path != ":memory:":
-            with closing(connect(self._path)) as connection:
-                connection.execute("PRAGMA query_only = ON")
-                yield SqliteReadSession(connection, self._path)
-            return
-        session = SqliteSession(self._writer, wait)
-        try:
-            yield session
-        finally:
-            await session.end()
+            return cast("AbstractAsyncContextManager[SqliteSession]", self._reading())
+        return SqliteSession(self._writer, wait)
+
+    @asynccontextmanager
+    async def _reading(self) -> AsyncIterator[SqliteReadSession]:
+        with closing(connect(self._path)) as connection:
+            connection.execute("PRAGMA query_only = ON")
+            yield SqliteReadSession(connection, self._path)

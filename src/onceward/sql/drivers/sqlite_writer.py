@@ -18,7 +18,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from secrets import token_hex
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from onceward.errors import NestedProcess, StoreReadOnly, StoreUnavailable, TryLater
 from onceward.shield import wait_out
@@ -75,7 +75,7 @@ def raise_translated(error: sqlite3.Error, path: str) -> NoReturn:
 
 
 class Group:
-    """Units that are committed together. `done` ends when their COMMIT did, or fails as it did."""
+    """Units that are committed together. What their COMMIT says is told to each."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -83,16 +83,41 @@ class Group:
         self.committing = False
         self.doom: Exception | None = None
         """Why the members have to run again, when one of them ended the transaction for all."""
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._settled = False
+        self._error: Exception | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def done(self) -> asyncio.Future[None]:
+        """Ends when the COMMIT did, or fails as it did. Each who waits has one of its own, which may be cancelled."""
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._settled:
+            _tell(mine, self._error)
+        else:
+            self._waiting.append(mine)
+        return mine
 
     def settle(self, error: Exception | None) -> None:
-        if self.done.done():
-            return
-        if error is None:
-            self.done.set_result(None)
-        else:
-            self.done.set_exception(error)
-            self.done.exception()  # seen, even when every member was cancelled
+        if not self._settled:
+            self._settled, self._error = True, error
+            for waiting in self._waiting:
+                _tell(waiting, error)
+
+
+def _tell(waiting: asyncio.Future[None], error: Exception | None) -> None:
+    if waiting.done():
+        return
+    if error is None:
+        waiting.set_result(None)
+    else:
+        waiting.set_exception(error)
+
+
+class Waiting(NamedTuple):
+    """Somebody who waits for the turn, and until when."""
+
+    turn: asyncio.Future[None]
+    deadline: float
+    wait: float
 
 
 class Turn:
@@ -123,7 +148,8 @@ class Writer:
         self._commit = f"COMMIT /* {self.secret} */"
         self._rollback = f"ROLLBACK /* {self.secret} */"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onceward-sqlite")
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[Waiting] = deque()
+        self._timer: asyncio.TimerHandle | None = None
         self._busy = False
         self._group: Group | None = None
         self._closing = False
@@ -171,11 +197,14 @@ class Writer:
         if group is not None:
             self._commit_group()
             with contextlib.suppress(Exception):
-                await wait_out(group.done)
+                await wait_out(group.done())
 
     def _turn_away(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         while self._waiting:
-            waiting = self._waiting.popleft()
+            waiting = self._waiting.popleft().turn
             if not waiting.done():
                 waiting.set_exception(self._was_closed())
 
@@ -223,22 +252,34 @@ class Writer:
 
     async def _queue(self, wait: float) -> None:
         loop = asyncio.get_running_loop()
-        mine: asyncio.Future[None] = loop.create_future()
+        mine = Waiting(loop.create_future(), loop.time() + wait, wait)
         self._waiting.append(mine)
-        timer = loop.call_later(wait, self._give_up, mine, wait)
+        if self._timer is None or self._timer.when() > mine.deadline:
+            self._set_timer(loop, mine.deadline)
         try:
-            await mine
+            await mine.turn
         except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled() and mine.exception() is None:
+            if mine.turn.done() and not mine.turn.cancelled() and mine.turn.exception() is None:
                 self._pass_on()  # the turn came together with the cancellation
             raise
-        finally:
-            timer.cancel()
 
-    def _give_up(self, waiting: asyncio.Future[None], wait: float) -> None:
-        if not waiting.done():
-            text = f"waited {wait:g} s for a turn to write to {self.path}: another handler is slow"
-            waiting.set_exception(TryLater(reason="store_busy", text=text))
+    def _set_timer(self, loop: asyncio.AbstractEventLoop, when: float) -> None:
+        """One for all who wait: it is set for the first who gives up, and seldom has to do anything."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(when, self._give_up, loop)
+
+    def _give_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        now = loop.time()
+        left = [waiting for waiting in self._waiting if not waiting.turn.done()]
+        for waiting in left:
+            if waiting.deadline <= now:
+                text = f"waited {waiting.wait:g} s for a turn to write to {self.path}: another handler is slow"
+                waiting.turn.set_exception(TryLater(reason="store_busy", text=text))
+        later = [waiting.deadline for waiting in left if waiting.deadline > now]
+        if later:
+            self._set_timer(loop, min(later))
 
     def give(self, turn: Turn) -> None:
         """End a turn: pass it on, or let the group be committed when nobody waits."""
@@ -260,14 +301,14 @@ class Writer:
         if self._closing:
             self._turn_away()
         while self._waiting:
-            following = self._waiting.popleft()
+            following = self._waiting.popleft().turn
             if not following.done():
                 following.set_result(None)
                 return
         self._busy = False
 
     def _has_waiting(self) -> bool:
-        while self._waiting and self._waiting[0].done():
+        while self._waiting and self._waiting[0].turn.done():
             self._waiting.popleft()
         return bool(self._waiting)
 
@@ -288,11 +329,11 @@ class Writer:
         """Until the group is committed. A cancellation is heard at once while neighbours still work, and after the
         COMMIT once that has begun; the effect stands either way, and the next delivery is a duplicate."""
         try:
-            await asyncio.shield(group.done)
+            await group.done()
         except asyncio.CancelledError:
             if group.committing:
                 with contextlib.suppress(Exception):
-                    await wait_out(group.done)
+                    await wait_out(group.done())
             raise
 
     def doom_group(self, reason: Exception) -> None:
