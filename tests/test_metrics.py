@@ -390,7 +390,7 @@ def of_consumer(meters: Meters, name: str, **labels: str) -> float | None:
 
 def test_a_batch_is_measured_by_its_size(meters: Meters) -> None:
     for size in (1, 100, 100):
-        meters.listener(Batch(consumer="billing", size=size, duration_ms=5.0))
+        meters.listener(Batch(consumer="billing", handler="many", size=size, duration_ms=5.0))
     assert of_consumer(meters, "batch_size_count") == 3
     assert of_consumer(meters, "batch_size_sum") == 201
     assert of_consumer(meters, "batch_size_bucket", le="50.0") == 1
@@ -555,7 +555,7 @@ async def test_the_text_of_a_scrape_is_clean(inbox: Inbox[Any], meters: Meters) 
         await deliver(inbox, PAID, handler)
     await deliver(inbox, Message("m-2", 'odd "type"\n\\ é', None), charge)
     meters.listener(Deferred(consumer="billing", type="order.paid", message_id="m", reason="backoff"))
-    meters.listener(Batch(consumer="billing", size=7, duration_ms=1.0))
+    meters.listener(Batch(consumer="billing", handler="many", size=7, duration_ms=1.0))
     meters.listener(Swept(consumer="billing", deleted=7, duration_ms=1.0))
     promtool("check", "metrics", text=meters.text())
 
