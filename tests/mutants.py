@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from onceward import attempt, codec, identity, settle
+from onceward import attempt, codec, identity, settle, together
 from onceward.errors import TryLater
 from onceward.identity import Identity
 from onceward.inbox import Inbox
+from onceward.intake import Intake
 from onceward.outcome import Kind, Outcome
 from onceward.record import Record, State
 from onceward.sql import plan, upkeep, verbs
@@ -22,7 +23,7 @@ from onceward.sql.drivers import postgresql
 from onceward.sql.drivers.asyncpg import AsyncpgSession
 from onceward.sql.drivers.sqlite import SqliteSession
 from onceward.sql.store import SqlUnit
-from onceward.store import Found, InFlight
+from onceward.store import Done, Found, InFlight
 
 SQLITE, POSTGRES = "sqlite_lab", "postgres_lab"
 BOTH = (SQLITE, POSTGRES)
@@ -229,13 +230,100 @@ def conflicts_are_never_run_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_topic_in_the_scope(patch: pytest.MonkeyPatch) -> None:
-    original = Inbox.identity_of
+    original = Intake.identity_of
 
-    def identity_of(self: Inbox[Any], message: Any, **options: Any) -> Identity:
-        found = original(self, message, **options)
+    def identity_of(self: Intake, message: Any, key: Any = None) -> Identity:
+        found = original(self, message, key)
         return Identity(found.consumer, found.tenant, found.scope + message.topic, found.key)
 
-    patch.setattr(Inbox, "identity_of", identity_of)
+    patch.setattr(Intake, "identity_of", identity_of)
+
+
+# --- batches ------------------------------------------------------------------------------------------------
+
+
+def claims_are_not_sorted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(together, "BY_DIGEST", lambda _slot: b"")
+
+
+def a_lane_goes_on_after_a_failure(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(together.Lanes, "bars", lambda _self, _slot: False)
+
+
+def neighbours_burn_attempts(patch: pytest.MonkeyPatch) -> None:
+    """The whole segment is told that it failed, instead of finding out who did."""
+
+    async def undo(self: together.Segment, error: BaseException, culprits: Any) -> Any:
+        await self._unit.rollback()
+        for slot in self._slots:
+            await self._unit.fail(slot.work.whole(), attempt.failure_of(error), State.FAILED, None)
+        return self._parts(culprits)
+
+    patch.setattr(together.Segment, "_undo", undo)
+
+
+def neither_new_nor_found_is_a_duplicate(patch: pytest.MonkeyPatch) -> None:
+    def judge(slot: Any, found: Any) -> Any:
+        if found is None:
+            together.settle_done(slot, Done(None, None))
+            return None
+        return original(slot, found)
+
+    original = together._judge
+    patch.setattr(together, "_judge", judge)
+
+
+def claims_stay_after_a_commit_in_the_middle(patch: pytest.MonkeyPatch) -> None:
+    async def repair(self: SqlUnit[Any], **repairs: Any) -> None:
+        await original(self, **repairs | {"unclaim": ()})
+
+    original = SqlUnit.repair
+    patch.setattr(SqlUnit, "repair", repair)
+
+
+def claims_of_what_did_not_run_stay(patch: pytest.MonkeyPatch) -> None:
+    async def unclaim(*_: Any) -> None: ...
+
+    patch.setattr(SqlUnit, "unclaim", unclaim)
+
+
+def a_look_answers_new(patch: pytest.MonkeyPatch) -> None:
+    """What a look has not found is taken for new, and run without a claim."""
+
+    async def look_done(self: SqlUnit[Any], identities: Any) -> Any:
+        looked.add(True)
+        return await original(self, identities)
+
+    async def claim_many(self: SqlUnit[Any], claims: Any, **of_all: Any) -> set[bytes]:
+        if not looked:
+            return await claim(self, claims, **of_all)
+        await self._session.begin()
+        return {bytes.fromhex(one.identity) for one in claims}
+
+    looked: set[bool] = set()
+    original, claim = SqlUnit.look_done, SqlUnit.claim_many
+    patch.setattr(SqlUnit, "look_done", look_done)
+    patch.setattr(SqlUnit, "claim_many", claim_many)
+
+
+def a_claimed_position_counts_as_run(patch: pytest.MonkeyPatch) -> None:
+    async def missing(self: together.Segment, work: Any) -> Any:
+        return await self._unit.unmet(work.whole())
+
+    patch.setattr(together.Segment, "_missing", missing)
+
+
+def a_bulk_is_never_halved(patch: pytest.MonkeyPatch) -> None:
+    """One by one as soon as anything fails."""
+
+    def parts(self: together.Segment, culprits: Any) -> Any:
+        return [[slot] for slot in self._slots if slot.outcome is None and not slot.waits]
+
+    patch.setattr(together.Segment, "_parts", parts)
+
+
+def on_begin_for_the_first_tenant_only(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(settle.Settler, "has_hook", False)
 
 
 def sweep_says(old: str, new: str) -> Patch:
@@ -258,6 +346,56 @@ def sweep_without_the_lock(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTANTS = [
+    Mutant(
+        "batch: claims not sorted",
+        claims_are_not_sorted,
+        "test_claims_of_a_batch_are_made_in_the_order_of_their_identities",
+    ),
+    Mutant(
+        "batch: the lane goes on after a failure",
+        a_lane_goes_on_after_a_failure,
+        "test_one_of_a_hundred_fails_alone_and_burns_one_attempt",
+    ),
+    Mutant(
+        "batch: neighbours burn attempts",
+        neighbours_burn_attempts,
+        "test_one_of_a_hundred_fails_alone_and_burns_one_attempt",
+    ),
+    Mutant(
+        "batch: neither new nor found is a duplicate",
+        neither_new_nor_found_is_a_duplicate,
+        "test_what_is_in_flight_elsewhere_comes_again_and_delays_nobody",
+        on=(POSTGRES,),
+    ),
+    Mutant(
+        "batch: no unclaim after a commit in the middle",
+        claims_stay_after_a_commit_in_the_middle,
+        "test_a_handler_that_ends_the_transaction_of_a_batch_loses_and_doubles_nothing",
+        {"ending": "COMMIT", "then": "returns"},
+        on=(POSTGRES,),
+    ),
+    Mutant(
+        "batch: claims of what did not run stay",
+        claims_of_what_did_not_run_stay,
+        "test_a_message_that_waits_for_its_next_try_stops_its_lane_only",
+    ),
+    Mutant("batch: a look answers new", a_look_answers_new, "test_a_look_before_the_claim_never_answers_new"),
+    Mutant(
+        "batch: a claimed position counts as run",
+        a_claimed_position_counts_as_run,
+        "test_a_dependency_in_the_batch_counts_once_it_has_run",
+    ),
+    Mutant(
+        "batch: one by one instead of halves",
+        a_bulk_is_never_halved,
+        "test_a_bulk_of_a_thousand_finds_its_bad_one_in_few_tries",
+        on=(SQLITE,),
+    ),
+    Mutant(
+        "batch: one on_begin for all tenants",
+        on_begin_for_the_first_tenant_only,
+        "test_each_tenant_has_its_own_transaction_where_on_begin_is_set",
+    ),
     Mutant("claim after the effect", claim_after_the_effect, "test_the_claim_is_there_before_the_handler_runs"),
     Mutant("claim after the effect", claim_after_the_effect, "test_a_duplicate_is_known_to_another_instance"),
     Mutant("check-then-act", check_then_act, "test_pairs_that_start_together_run_once", on=(POSTGRES,)),

@@ -141,8 +141,10 @@ def test_migrations_are_numbered_without_gaps(dialect: str) -> None:
 
 
 def test_both_dialects_know_the_same_statements() -> None:
-    postgres, sqlite = (DIALECTS[name]().statements for name in ("postgresql", "sqlite"))
-    assert set(postgres) == set(sqlite)
+    postgres, sqlite = (set(DIALECTS[name]().statements) for name in ("postgresql", "sqlite"))
+    of_sets = {"claim_many", "complete_many", "find_many"}  # SQLite says these once for each message
+    assert postgres - sqlite == of_sets
+    assert sqlite <= postgres
 
 
 def test_a_schema_name_is_quoted() -> None:

@@ -12,6 +12,7 @@ from onceward.current import Current, current
 from onceward.errors import (
     AlreadyProcessed,
     AttemptsExhausted,
+    BulkError,
     CommitNotApplied,
     CommitUnknown,
     HandlerEndedTransaction,
@@ -61,6 +62,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AlreadyProcessed",
     "AttemptsExhausted",
+    "BulkError",
     "Claim",
     "CommitNotApplied",
     "CommitUnknown",

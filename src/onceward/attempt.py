@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from contextlib import suppress
+from datetime import datetime
 from time import perf_counter
 from typing import Any
 
@@ -30,10 +31,11 @@ from onceward.errors import (
     StoreUnavailable,
     TryLater,
 )
+from onceward.message import Position
 from onceward.outcome import Kind, Outcome
 from onceward.record import Change, Decision, Failure, Record, State, decide, from_states
 from onceward.shield import finish, wait_out
-from onceward.store import Conflict, Found, InFlight, Unit
+from onceward.store import Conflict, Done, Ended, Found, InFlight, Unit
 from onceward.work import Work
 
 MARK_TRIES = 3
@@ -96,8 +98,12 @@ async def _check_dependencies(unit: Unit[Any], work: Work) -> None:
         return
     missing = await unit.unmet(work.whole())
     if missing is not None:
-        text = f"it depends on position {missing.position} of {missing.stream!r}, which is not processed yet"
-        raise TryLater(reason="blocked", text=text)
+        raise blocked_by(missing)
+
+
+def blocked_by(missing: Position) -> TryLater:
+    text = f"it depends on position {missing.position} of {missing.stream!r}, which is not processed yet"
+    return TryLater(reason="blocked", text=text)
 
 
 async def _mark_start(unit: Unit[Any], work: Work) -> Outcome[Any] | None:
@@ -151,23 +157,37 @@ async def _judge(unit: Unit[Any], work: Work, found: Found) -> Outcome[Any] | No
             return None
         case Decision.BUSY:
             raise InFlight
-        case Decision.DUPLICATE:
-            mismatch = compare(work, record.payload_hash)
-            result = work.handler.restored(record.result)
-            return Outcome(Kind.DUPLICATE, result=result, mismatch=mismatch, record=record)
-        case Decision.ACCEPTED:
-            return Outcome(Kind.ACCEPTED, mismatch=compare(work, record.payload_hash), record=record)
+        case Decision.DUPLICATE | Decision.ACCEPTED | Decision.DEAD:
+            return settled_by(work, record)
         case Decision.LATER:
-            raise TryLater(
-                (record.next_try_at - found.now).total_seconds() if record.next_try_at else None,
-                f"{record.attempts} attempts failed, the next is due at {record.next_try_at}",
-                reason="backoff",
-                retry_at=record.next_try_at,
-            )
+            raise too_early(record, found.now)
         case Decision.EXHAUSTED:
             return await _exhausted(unit, work, record)
-        case Decision.DEAD:
+
+
+def settled_by(work: Work, record: Record) -> Outcome[Any] | None:
+    """What a record says that leaves nothing to do. None: it has to be run, now or later."""
+    match record.state:
+        case State.PROCESSED:
+            mismatch = compare(work, record.payload_hash)
+            return Outcome(
+                Kind.DUPLICATE, result=work.handler.restored(record.result), mismatch=mismatch, record=record
+            )
+        case State.ACCEPTED:
+            return Outcome(Kind.ACCEPTED, mismatch=compare(work, record.payload_hash), record=record)
+        case State.DEAD | State.DISCARDED:
             return dead_outcome(record, mismatch=compare(work, record.payload_hash))
+        case _:
+            return None
+
+
+def too_early(record: Record, now: datetime) -> TryLater:
+    return TryLater(
+        (record.next_try_at - now).total_seconds() if record.next_try_at else None,
+        f"{record.attempts} attempts failed, the next is due at {record.next_try_at}",
+        reason="backoff",
+        retry_at=record.next_try_at,
+    )
 
 
 def compare(work: Work, payload_hash: bytes | None) -> bool:
@@ -181,6 +201,17 @@ def compare(work: Work, payload_hash: bytes | None) -> bool:
 
 def is_mismatch(work: Work, payload_hash: bytes | None) -> bool:
     return payload_hash is not None and payload_hash != work.payload_hash
+
+
+_DUPLICATE: Outcome[Any] = Outcome(Kind.DUPLICATE)
+
+
+def duplicate(work: Work, done: Done, *, mismatch: bool) -> Outcome[Any]:
+    """Told from what is known of the first run."""
+    if done.result is None and not mismatch:
+        return _DUPLICATE
+    result = None if done.result is None else work.handler.restored(codec.decode(done.result))
+    return Outcome(Kind.DUPLICATE, result=result, mismatch=mismatch)
 
 
 def dead_outcome(record: Record, *, mismatch: bool = False, kind: type[MessageDead] = MessageDead) -> Outcome[Any]:
@@ -209,7 +240,8 @@ async def _run(unit: Unit[Any], work: Work, before: Record | None) -> Outcome[An
         if work.seen_before is not None and not work.replayed and await work.seen_before(unit.tx, work.message):
             kind, result = Kind.DUPLICATE, None
         else:
-            result = await work.handler.run(work.handler.decoded(work.message), unit.tx)
+            tx = unit.tx if work.handler.wants_tx else None
+            result = await work.handler.run(work.handler.decoded(work.message), tx)
             kind = Kind.PROCESSED
         closing = closing_of(work, before, result, (perf_counter() - began) * 1000)
     except BaseException as error:  # noqa: BLE001 - also cancellation: everything must be undone
@@ -252,8 +284,10 @@ async def _failed(
     """Undo, and keep the failure in a second transaction."""
     ended = await unit.ended()
     await unit.rollback()
-    if unit.joined:
-        raise error  # deduplication only: to keep the failure is the caller's, after the rollback
+    if unit.joined:  # deduplication only: to keep the failure is the caller's, after the rollback
+        if ended:
+            raise Ended from error
+        raise error
     if ended or isinstance(error, HandlerEndedTransaction):
         await bury_ended(unit, work, error)
         if isinstance(error, Exception) and not isinstance(error, HandlerEndedTransaction):

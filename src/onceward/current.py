@@ -25,7 +25,13 @@ class Current(msgspec.Struct, frozen=True):
         return str(self.identity)
 
 
-_current: ContextVar[Current | None] = ContextVar("onceward_current", default=None)
+class BulkRun(msgspec.Struct, frozen=True):
+    """A bulk handler in progress. It has many messages, so there is no one identity to tell."""
+
+    handler: str
+
+
+_current: ContextVar[Current | BulkRun | None] = ContextVar("onceward_current", default=None)
 
 
 def current() -> Current:
@@ -33,16 +39,18 @@ def current() -> Current:
     found = _current.get()
     if found is None:
         raise UsageError("onceward.current() works only inside a handler")
+    if isinstance(found, BulkRun):
+        raise UsageError("a bulk handler has many messages: str(inbox.identity_of(message)) is the key of each")
     return found
 
 
-def current_or_none() -> Current | None:
+def current_or_none() -> Current | BulkRun | None:
     return _current.get()
 
 
-def enter(run: Current) -> Token[Current | None]:
+def enter(run: Current | BulkRun) -> Token[Current | BulkRun | None]:
     return _current.set(run)
 
 
-def leave(token: Token[Current | None]) -> None:
+def leave(token: Token[Current | BulkRun | None]) -> None:
     _current.reset(token)

@@ -6,6 +6,7 @@ A class docstring is the default message. Errors carry what they know as fields,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -148,6 +149,18 @@ class Reject(OncewardError):
 
 class PayloadUndecodable(Reject):
     """The payload does not fit the handler's model. It is kept as a dead letter, with its body."""
+
+
+class BulkError(OncewardError):
+    """A bulk handler says which of its messages are the trouble.
+
+    `BulkError(culprits=[...])` names them, as messages or as indexes of the list it was given. Nothing it wrote
+    stands; the others run again without them at once, and each culprit runs alone.
+    """
+
+    def __init__(self, text: str | None = None, /, *, culprits: Iterable[Any] = ()) -> None:
+        super().__init__(text)
+        self.culprits = tuple(culprits)
 
 
 class ResultInvalid(OncewardError):

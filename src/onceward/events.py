@@ -12,7 +12,7 @@
 | Ignored | no handler for the type, and the inbox ignores those |
 | Cancelled | a delivery was cancelled, most often by a shutdown; it left nothing behind |
 | Started, Finished | around each delivery, whatever becomes of it; only for listeners with `hears_starts = True` |
-| Batch | a batch of messages is through |
+| Batch | a call of `process_many` or `process_bulk` has ended; its messages have their own events |
 | Swept, SweepFailed | a cleanup is done, or could not go on |
 
 Every event is an `Event` and has a consumer; those about one message are an `InboxEvent`.
@@ -102,6 +102,8 @@ class Finished(InboxEvent, frozen=True, kw_only=True):
 
 
 class Batch(Event, frozen=True, kw_only=True):
+    handler: str
+    """many or bulk."""
     size: int
     duration_ms: float
 
@@ -125,6 +127,8 @@ def of_outcome(consumer: str, message: Message[Any], identity: Identity, outcome
         case Kind.PROCESSED:
             duration = outcome.duration_ms or 0.0
             return Processed(**base, attempt=outcome.attempts, duration_ms=duration, mismatch=outcome.mismatch)
+        case Kind.BUSY | Kind.FAILED if not outcome.attempts and isinstance(outcome.error, Exception):
+            return of_error(consumer, message, identity, outcome.error)  # in a batch, where nothing is raised
         case Kind.FAILED:
             error = outcome.error or Exception("unknown")
             duration = outcome.duration_ms or 0.0
@@ -206,6 +210,13 @@ class Bus:
     def active(self) -> bool:
         """Whether anybody listens. If not, no event need be made."""
         return bool(self.listeners)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nobody would do anything with an event that says that all went well."""
+        return not any(one is not log for one in self.listeners) and not (
+            self.listeners and _log.isEnabledFor(logging.DEBUG)
+        )
 
     def emit(self, event: Event) -> None:
         tell(self.listeners, event)

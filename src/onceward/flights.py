@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-
-import msgspec
+from collections.abc import Iterable
 
 from onceward.errors import TryLater
+from onceward.store import Done
 
 
 class Flights:
@@ -23,6 +23,20 @@ class Flights:
         self._flying[digest] = None
         return True
 
+    def enter_free(self, digests: Iterable[bytes]) -> Flight:
+        """Those of them that nobody in this process works on, all in one flight. Waits for nothing."""
+        return Flight(self._flying, [digest for digest in digests if digest not in self._flying])
+
+    def landing(self, digests: Iterable[bytes]) -> list[asyncio.Future[None]]:
+        """What to wait for until one of them is free."""
+        return [self._waited_for(digest) for digest in digests if digest in self._flying]
+
+    def _waited_for(self, digest: bytes) -> asyncio.Future[None]:
+        other = self._flying[digest]
+        if other is None:  # the first who waits
+            other = self._flying[digest] = asyncio.get_running_loop().create_future()
+        return other
+
     def end(self, digest: bytes) -> None:
         waited_for = self._flying.pop(digest)
         if waited_for is not None:
@@ -32,9 +46,7 @@ class Flights:
         """Until nobody works on it. False: that took too long."""
         loop = asyncio.get_running_loop()
         while digest in self._flying:
-            other = self._flying[digest]
-            if other is None:  # the first who waits
-                other = self._flying[digest] = loop.create_future()
+            other = self._waited_for(digest)
             # Not wait_for(): a cancelled waiter must not cancel the future that others wait on.
             await asyncio.wait([other], timeout=max(0.0, deadline - loop.time()))
             if not other.done():
@@ -42,15 +54,27 @@ class Flights:
         return True
 
 
+class Flight:
+    """Several identities that are worked on together."""
+
+    def __init__(self, flying: dict[bytes, asyncio.Future[None] | None], digests: list[bytes]) -> None:
+        self._flying = flying
+        self._landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.digests = frozenset(digests)
+        flying.update(dict.fromkeys(digests, self._landed))
+
+    def land(self) -> None:
+        for digest in self.digests:
+            del self._flying[digest]
+        self._landed.set_result(None)
+
+
 def in_flight(wait: float) -> TryLater:
     return TryLater(reason="in_flight", text=f"another runner has this message; waited {wait:g} s for it")
 
 
-class Done(msgspec.Struct, frozen=True):
-    """What a duplicate is answered with: the hash to compare, and the result as it was stored."""
-
-    payload_hash: bytes
-    result: bytes | None
+def busy(wait: float) -> TryLater:
+    return TryLater(reason="store_busy", text=f"another transaction writes to the database; waited {wait:g} s for it")
 
 
 class Cache:
@@ -63,13 +87,22 @@ class Cache:
         self._done: OrderedDict[bytes, Done] = OrderedDict()
 
     def get(self, digest: bytes) -> Done | None:
-        done = self._done.get(digest)
+        done = self._done.get(digest) if self._done else None
         if done is not None:
             self._done.move_to_end(digest)
         return done
 
     def clear(self) -> None:
         self._done.clear()
+
+    def put_all(self, known: Iterable[tuple[bytes, Done]]) -> None:
+        if self._size <= 0:
+            return
+        for digest, done in known:
+            if done.payload_hash is not None and (done.result is None or len(done.result) <= self.LARGEST_RESULT):
+                self._done[digest] = done
+        while len(self._done) > self._size:
+            self._done.popitem(last=False)
 
     def put(self, digest: bytes, done: Done) -> None:
         if self._size <= 0 or (done.result is not None and len(done.result) > self.LARGEST_RESULT):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -13,7 +14,8 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from onceward import codec, keys
-from onceward.errors import InvalidHandler, PayloadUndecodable, UsageError
+from onceward.current import BulkRun, enter, leave
+from onceward.errors import InvalidHandler, PayloadUndecodable, ResultInvalid, UsageError
 from onceward.keys import Key, KeyLike
 from onceward.message import Message, payload_of
 from onceward.retention import check_retention
@@ -31,6 +33,8 @@ class Shape(msgspec.Struct, frozen=True):
     """The payload type of `message: Message[P]`, or None."""
     result: Any = None
     """The annotated return type, or None where it says nothing."""
+    item: Any = None
+    """The payload type of `messages: list[Message[P]]`, or None."""
 
 
 class Handler(msgspec.Struct, frozen=True):
@@ -47,8 +51,12 @@ class Handler(msgspec.Struct, frozen=True):
     def name(self) -> str:
         return self.shape.name
 
+    @property
+    def wants_tx(self) -> bool:
+        return self.shape.wants_tx
+
     async def run(self, message: Message[Any], tx: Any) -> Any:
-        given = self.function(message, tx) if self.shape.wants_tx else self.function(message)
+        given = self.function(message, tx) if self.wants_tx else self.function(message)
         return await given if inspect.isawaitable(given) else given
 
     def decoded(self, message: Message[Any]) -> Message[Any]:
@@ -152,7 +160,9 @@ def _look(function: Callable[..., Any]) -> Shape:
         raise InvalidHandler(f"the signature of {name} cannot be read: {error}") from error
     hints = _hints(function)
     first = next(iter(signature.parameters), "")
-    return Shape(name, _wants_tx(name, signature), _payload_type(hints.get(first)), result_type(function))
+    wanted = hints.get(first)
+    item = _payload_type(_item_of(wanted))
+    return Shape(name, _wants_tx(name, signature), _payload_type(wanted), result_type(function), item)
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -190,6 +200,51 @@ def _payload_type(annotation: Any) -> Any:
     if typing.get_origin(annotation) is Message:
         (payload,) = typing.get_args(annotation)
         return payload if _is_model(payload) else None
+    return None
+
+
+class BulkHandler(msgspec.Struct, frozen=True):
+    """A function (messages, tx) or (messages), which gets a list and gives None or a list of results."""
+
+    function: Callable[..., Any]
+    shape: Shape
+
+    async def run(self, messages: list[Message[Any]], tx: Any) -> Sequence[Any]:
+        given = self.function(messages, tx) if self.shape.wants_tx else self.function(messages)
+        size = len(messages)
+        results = await given if inspect.isawaitable(given) else given
+        if results is None:
+            return (None,) * size
+        if not isinstance(results, (list, tuple)) or len(results) != size:
+            told = f"{len(results)} results" if isinstance(results, (list, tuple)) else type(results).__name__
+            raise ResultInvalid(f"{self.shape.name} got {size} messages and gave {told}; give None, or one for each")
+        return results
+
+    async def run_one(self, message: Message[Any], tx: Any) -> Any:
+        token = enter(BulkRun(self.shape.name))
+        try:
+            return (await self.run([message], tx))[0]
+        finally:
+            leave(token)
+
+    def of_one(self, registered: Handler | None) -> Handler:
+        """As a handler of single messages, with the key and retries that are registered for their type."""
+        key, retry = (registered.key, registered.retry) if registered else (None, None)
+        shape = Shape(self.shape.name, wants_tx=True, payload=self.shape.payload, result=self.shape.result)
+        return Handler(self.run_one, shape, shape.payload, key, retry)
+
+
+def bulk_handler_of(function: Callable[..., Any]) -> BulkHandler:
+    shape = shape_of(function)
+    return BulkHandler(function, Shape(shape.name, shape.wants_tx, shape.item, _item_of(shape.result)))
+
+
+def _item_of(annotation: Any) -> Any:
+    """X of list[X], also of `list[X] | None`."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        annotation = next((one for one in typing.get_args(annotation) if one is not type(None)), None)
+    if typing.get_origin(annotation) in (list, tuple, Sequence):
+        return next((one for one in typing.get_args(annotation) if one is not Any), None)
     return None
 
 

@@ -7,7 +7,7 @@ of names makes two identities meet, and SQL can compute the same value (`oncewar
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property
+from functools import lru_cache
 from uuid import UUID
 
 import msgspec
@@ -21,9 +21,13 @@ class Identity(msgspec.Struct, frozen=True, dict=True):
     scope: str
     key: str
 
-    @cached_property
+    @property
     def digest(self) -> bytes:
-        return digest(self.consumer, self.tenant, self.scope, self.key)
+        known = self.__dict__
+        if "digest" not in known:  # not cached_property, which takes a lock before Python 3.12
+            known["digest"] = digest(self.consumer, self.tenant, self.scope, self.key)
+        found: bytes = known["digest"]
+        return found
 
     def __str__(self) -> str:
         return str(UUID(bytes=self.digest))
@@ -31,5 +35,12 @@ class Identity(msgspec.Struct, frozen=True, dict=True):
 
 def digest(*parts: str) -> bytes:
     """The first 16 bytes of SHA-256 over the parts, each behind its length as four big-endian bytes."""
+    last = parts[-1].encode()
+    return hashlib.sha256(_front(parts[:-1]) + len(last).to_bytes(4, "big") + last).digest()[:16]
+
+
+@lru_cache(maxsize=1024)
+def _front(parts: tuple[str, ...]) -> bytes:
+    """The same for all messages of a consumer, a tenant and a scope."""
     encoded = [part.encode() for part in parts]
-    return hashlib.sha256(b"".join([len(part).to_bytes(4, "big") + part for part in encoded])).digest()[:16]
+    return b"".join([len(part).to_bytes(4, "big") + part for part in encoded])

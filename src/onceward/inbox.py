@@ -6,7 +6,7 @@ it, and settles it by the decision table of docs/guarantees.md. If it returns, a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any, Generic, Literal, TypeVar, overload
@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import msgspec
 
 from onceward import events, keys, lanes, tenants
+from onceward.batch import Batcher, Call, call_of
 from onceward.claim import Claim
 from onceward.errors import (
     AlreadyProcessed,
@@ -21,7 +22,10 @@ from onceward.errors import (
     InboxClosed,
     InvalidMessage,
     NotDead,
+    PayloadMismatch,
     RecordNotFound,
+    StoreError,
+    TryLater,
     UsageError,
 )
 from onceward.handlers import F, Handler, Router, handler_of
@@ -106,6 +110,7 @@ class Inbox(Generic[Tx]):
         self._retention = check_retention(retention)
         self._bus = events.Bus(tuple(listeners))
         self._settler = Settler(store, wait=wait, on_begin=on_begin, cache=cache)
+        self._batcher = Batcher(self._intake, self._settler, self._bus)
         self._open = False
         self._opening = LoopLock()
 
@@ -268,8 +273,52 @@ class Inbox(Generic[Tx]):
             message, known, key=key, retry=retry, retention=retention, origin=origin, redelivered=redelivered
         )
         if tx is not None:
-            return await self._joined(work, self._settler.join(work, tx))
+            return await self._join(work, tx)
         return raised(await self._settle(work))
+
+    async def process_many(
+        self,
+        messages: Iterable[Message[Any]],
+        handler: Callable[..., Any] | None = None,
+        *,
+        key: KeyLike | None = None,
+        retry: RetryPolicy | None = None,
+        retention: timedelta | None = None,
+        redelivered: bool = False,
+        origins: Sequence[str | None] | None = None,
+    ) -> list[Outcome[Any]]:
+        """Many messages in one transaction, each with its own run of the handler and its own outcome, in their order.
+
+        Nothing is raised for one message: `outcome.verdict` says what to do with each. What concerns all is raised,
+        such as a database that is not there; what was committed before that stands, and is a duplicate next time.
+        """
+        asked = {"key": key, "retry": retry, "retention": retention, "redelivered": redelivered}
+        return await self._batch(call_of("process_many", messages, handler, origins=origins, **asked))
+
+    async def process_bulk(
+        self,
+        messages: Iterable[Message[Any]],
+        handler: Callable[..., Any],
+        *,
+        key: KeyLike | None = None,
+        retry: RetryPolicy | None = None,
+        retention: timedelta | None = None,
+        redelivered: bool = False,
+        origins: Sequence[str | None] | None = None,
+    ) -> list[Outcome[Any]]:
+        """As process_many, but the handler is called once, as handler(messages, tx) or handler(messages), with the list
+        of those that are new. It returns None, or a list with a result for each.
+
+        When it raises, it is called again with halves of the list until the message that fails is alone; `BulkError`
+        can name it at once.
+        """
+        asked = {"key": key, "retry": retry, "retention": retention, "redelivered": redelivered}
+        return await self._batch(call_of("process_bulk", messages, handler, origins=origins, **asked))
+
+    async def _batch(self, call: Call) -> list[Outcome[Any]]:
+        if not self._open:
+            raise InboxClosed
+        return await self._batcher.run(call)
 
     @asynccontextmanager
     async def claim(
@@ -287,9 +336,8 @@ class Inbox(Generic[Tx]):
         your transaction stands, and ends as you say.
         """
         work = self._claim_work("claim", message, key=key, retention=retention, origin=origin)
-        async with self._settler.claimed(work, tx) as claim:
-            if not claim.first:
-                self._tell(work, claim.outcome)
+        async with self._telling(work), self._settler.claimed(work, tx) as claim:
+            self._tell(work, claim.outcome)
             yield claim
 
     async def mark_processed(
@@ -309,9 +357,8 @@ class Inbox(Generic[Tx]):
         own, which protects nothing that you wrote before.
         """
         work = self._claim_work("mark_processed", message, key=key, retention=retention, origin=origin)
-        async with self._settler.claimed(work, tx) as claim:
-            if claim.first:
-                claim.save(result, extra=extra)
+        async with self._telling(work), self._settler.claimed(work, tx) as claim:
+            claim.save(result, extra=extra)
         if claim.outcome is not None:
             self._tell(work, claim.outcome)
             if claim.outcome.kind is Kind.DEAD and claim.outcome.error is not None:
@@ -338,7 +385,8 @@ class Inbox(Generic[Tx]):
     ) -> Outcome[Any]:
         """Count a failure after you rolled back: FAILED, with `retry_at` where a policy says when, or DEAD."""
         work = self._claim_work("record_failure", message, key=key, retry=retry, origin=origin)
-        outcome = await self._joined(work, self._settler.keep_failure(work, error))
+        async with self._telling(work):
+            outcome = await self._settler.keep_failure(work, error)
         self._tell(work, outcome)
         return outcome
 
@@ -352,15 +400,24 @@ class Inbox(Generic[Tx]):
         if not isinstance(message, Message):
             raise UsageError(f"{verb} takes a Message, not {type(message).__name__}")
 
-    async def _joined(self, work: Work, settling: Awaitable[Outcome[Any]]) -> Outcome[Any]:
+    async def _join(self, work: Work, tx: Any) -> Outcome[Any]:
         """In a transaction of the caller's nothing is processed before the commit, so only what is known is told."""
         if not self._open:
-            settling.close()  # type: ignore[attr-defined]
             raise InboxClosed
-        outcome = await settling
-        if outcome.kind is Kind.DUPLICATE:
+        async with self._telling(work):
+            outcome = await self._settler.join(work, tx)
+        if outcome.kind is not Kind.PROCESSED:
             self._tell(work, outcome)
         return outcome
+
+    @asynccontextmanager
+    async def _telling(self, work: Work) -> AsyncIterator[None]:
+        """Tell of errors that are ours. Those of the caller's code are the caller's business, see record_failure."""
+        try:
+            yield
+        except (TryLater, PayloadMismatch, StoreError) as error:
+            self._bus.emit(events.of_error(self.consumer, work.message, work.identity, error))
+            raise
 
     def _tell(self, work: Work, outcome: Outcome[Any] | None) -> None:
         if outcome is not None:

@@ -6,12 +6,13 @@ import hashlib
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
 
 import msgspec
 
-from onceward import codec, keys
+from onceward import codec, keys, lanes
 from onceward.errors import HandlerNotFound, PayloadTooLarge, Reject
 from onceward.handlers import Handler, Router, handler_of
 from onceward.identity import Identity
@@ -98,7 +99,65 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
         identity: Identity | None = None,
     ) -> Work:
         """InvalidMessage: it cannot be kept."""
-        identity = identity or self.identity_of(message, key or handler.key)
+        return self._work(
+            message,
+            handler,
+            identity or self.identity_of(message, key or handler.key),
+            retry=retry or handler.retry or self.retry,
+            retention=handler.retention if retention is None else check_retention(retention),
+            origin=origin,
+            redelivered=redelivered,
+            raise_on_mismatch=self.raise_on_mismatch if raise_on_mismatch is None else raise_on_mismatch,
+            replayed=replayed,
+        )
+
+    def maker(
+        self,
+        type_: str,
+        handler: Handler,
+        *,
+        key: KeyLike | None,
+        retry: RetryPolicy | None,
+        retention: timedelta | None,
+        redelivered: bool,
+    ) -> Callable[[Message[Any], str | None], Work]:
+        """Makes the work of many messages of one type; what is the same for all of them is found out once."""
+        strategy = self._strategy(type_, key or handler.key)
+        policy = retry or handler.retry or self.retry
+        kept = handler.retention if retention is None else check_retention(retention)
+        by_id = strategy is keys.message_id
+        consumer, tenant, scope, raises = self.consumer, self.tenant, strategy.scope, self.raise_on_mismatch
+
+        def make(message: Message[Any], origin: str | None) -> Work:
+            taken = message.id if by_id else keys.check(strategy(message))  # an id was checked with its message
+            identity = Identity(consumer, tenant(message), scope(message), taken)
+            return self._work(
+                message,
+                handler,
+                identity,
+                retry=policy,
+                retention=kept,
+                origin=origin,
+                redelivered=redelivered,
+                raise_on_mismatch=raises,
+                replayed=False,
+            )
+
+        return make
+
+    def _work(
+        self,
+        message: Message[Any],
+        handler: Handler,
+        identity: Identity,
+        *,
+        retry: RetryPolicy | None,
+        retention: timedelta | None,
+        origin: str | None,
+        redelivered: bool,
+        raise_on_mismatch: bool,
+        replayed: bool,
+    ) -> Work:
         payload = None if message.payload is None else codec.encode(message.payload)
         headers = codec.encode(dict(message.headers), "headers") if message.headers else None
         payload_hash = self._payload_hash(message, payload)
@@ -109,30 +168,43 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
             message=message,
             identity=identity,
             handler=handler,
-            lane=self.lane(message, identity.key),
+            lane=message.stream if self.lane is lanes.by_stream else self.lane(message, identity.key),
             payload_hash=payload_hash,
-            payload=None if payload is None else msgspec.Raw(payload),
-            headers=None if headers is None else msgspec.Raw(headers),
-            retry=retry or handler.retry or self.retry,
-            retention=handler.retention if retention is None else check_retention(retention),
+            payload=payload,
+            headers=headers,
+            retry=retry,
+            retention=retention,
             origin=None if origin is None else codec.printable(str(origin)),
             redelivered=redelivered,
             host=self.host,
-            raise_on_mismatch=self.raise_on_mismatch if raise_on_mismatch is None else raise_on_mismatch,
+            raise_on_mismatch=raise_on_mismatch,
             record_duration=self.record_duration,
             seen_before=self.seen_before,
             replayed=replayed,
         )
 
     def identity_of(self, message: Message[Any], key: KeyLike | None = None) -> Identity:
-        registered = self.router.find(message.type)
-        strategy = keys.of(key) if key else (registered.key if registered and registered.key else self.key)
+        strategy = self._strategy(message.type, key)
         return Identity(self.consumer, self.tenant(message), strategy.scope(message), keys.check(strategy(message)))
+
+    def _strategy(self, type_: str, key: KeyLike | None) -> Key:
+        if key:
+            return keys.of(key)
+        registered = self.router.find(type_)
+        return registered.key if registered and registered.key else self.key
+
+    def lane_of(self, message: Message[Any]) -> tuple[str, str] | None:
+        """The lane of a message that nobody handles, as far as it can be known."""
+        with suppress(Exception):
+            identity = self.identity_of(message)
+            lane = self.lane(message, identity.key)
+            return None if lane is None else (identity.tenant, lane)
+        return None
 
     def _payload_hash(self, message: Message[Any], payload: bytes | None) -> bytes:
         """Of what makes two payloads the same: the fingerprint, else the bytes as they came, else sorted JSON."""
         data = message.body if message.body is not None else payload or b"null"
-        size = max(len(data), len(payload or b""))
+        size = len(data) if payload is None or data is payload else max(len(data), len(payload))
         if size > self.max_payload:
             raise PayloadTooLarge(
                 f"the payload has {size} bytes, {self.max_payload} are allowed. Send a reference to it, or raise "

@@ -62,6 +62,8 @@ class Outcome(msgspec.Struct, Generic[R], frozen=True):
 
     @property
     def verdict(self) -> Verdict:
+        if self.kind is Kind.FAILED and not self.attempts and self.error is not None:
+            return _by_class(self.error)  # in a batch: the handler did not fail, the message could not be run
         return Verdict.RETRY if self.kind in (Kind.FAILED, Kind.BUSY) else Verdict.ACK
 
 
@@ -99,6 +101,10 @@ def verdict_of(error: BaseException) -> Verdict:
     outcome = outcome_of(error)
     if outcome is not None:
         return outcome.verdict
+    return _by_class(error)
+
+
+def _by_class(error: BaseException) -> Verdict:
     for kind, verdict in _VERDICTS:
         if isinstance(error, kind):
             return verdict

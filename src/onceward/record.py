@@ -79,7 +79,7 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     traceback: str = ""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One row per identity. Times are the database's; payload and body are kept until processed."""
 
     identity: Identity

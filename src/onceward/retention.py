@@ -26,3 +26,7 @@ def check_age(older_than: timedelta) -> timedelta:
     if not timedelta(0) <= older_than <= LONGEST:
         raise UsageError(f"older_than={older_than}: it is not negative, and at most a thousand years")
     return older_than
+
+
+def milliseconds(retention: timedelta | None) -> int | None:
+    return None if retention is None else round(retention / timedelta(milliseconds=1))

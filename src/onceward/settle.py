@@ -13,13 +13,14 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from onceward import codec
-from onceward.attempt import attempt, bury_ended, claim, closing_of, compare, keep_failure
+from onceward.attempt import attempt, bury_ended, claim, closing_of, compare, duplicate, keep_failure, settled_by
 from onceward.claim import Claim
 from onceward.errors import HandlerEndedTransaction, OncewardError, TryLater
-from onceward.flights import Cache, Done, Flights, in_flight
+from onceward.flights import Cache, Flights, busy, in_flight
 from onceward.message import Message
 from onceward.outcome import Kind, Outcome
-from onceward.store import Begin, Conflict, InFlight, Store, Unit
+from onceward.record import State
+from onceward.store import Begin, Busy, Conflict, Done, Ended, InFlight, Store, Unit
 from onceward.work import Work
 
 Tx = TypeVar("Tx")
@@ -48,15 +49,20 @@ class Settler(Generic[Tx]):
         self._cache = Cache(cache)
         self._marks_left: dict[asyncio.Task[None], Work] = {}
 
-    def unit(self, message: Message[Any], *, read_only: bool = False) -> AbstractAsyncContextManager[Unit[Tx]]:
-        """A unit of work for this message, with the user's `on_begin` in each of its transactions."""
-        return self._store.unit(begin=self._begin(message), wait=self._wait, read_only=read_only)
+    def unit(
+        self, message: Message[Any], *, read_only: bool = False, around: Callable[[Any], Any] | None = None
+    ) -> AbstractAsyncContextManager[Unit[Tx]]:
+        """A unit of work for this message, with the user's `on_begin`, and `around` it, in each of its transactions."""
+        begin = self._begin(message)
+        if begin is not None and around is not None:
+            begin = around(begin)
+        return self._store.unit(begin=begin, wait=self._wait, read_only=read_only)
 
     def reading(self, message: Message[Any], tx: Any) -> AbstractAsyncContextManager[Unit[Any]]:
         """To look something up: in the caller's transaction, or what is committed."""
         if tx is None:
             return self.unit(message, read_only=True)
-        return self._store.join(tx, begin=self._begin(message))
+        return self._store.join(tx, begin=self._begin(message), read_only=True)
 
     def _begin(self, message: Message[Any]) -> Begin[Any] | None:
         hook = self._on_begin
@@ -141,30 +147,61 @@ class Settler(Generic[Tx]):
             unit, mine = await self._patiently(enter)
             if not mine.first:
                 await unit.rollback()
-            yield mine
-            if mine.first:
-                result, extra = mine.saved
-                closing = closing_of(work, mine.record, result, None, extra)
-                if closing is not None:
-                    await unit.complete(closing)
-                await unit.commit()
+                yield mine
+                return
+            try:
+                yield mine
+            except BaseException as error:
+                if await unit.ended():
+                    raise Ended from error
+                raise
+            result, extra = mine.saved
+            closing = closing_of(work, mine.record, result, None, extra)
+            if closing is not None:
+                await unit.complete(closing)
+            await unit.commit()
 
     @asynccontextmanager
     async def _ended_buried(self, work: Work) -> AsyncIterator[None]:
-        """Whoever ended a joined transaction is told, and the message is kept as a dead letter by a unit of our own."""
+        """Whoever ended a joined transaction is told, and the message is kept as a dead letter by a unit of our own.
+
+        A block that rolled back and then failed is left alone: nothing of it stands, so it can be run again.
+        """
         try:
             yield
         except HandlerEndedTransaction as error:
-            with suppress(OncewardError):
-                async with self.unit(work.message) as unit:
-                    await bury_ended(unit, work, error)
+            await self._bury_ended(work, error)
             raise
+        except Ended as signal:
+            failed: Any = signal.__cause__
+            if await self._is_committed(work):
+                await self._bury_ended(work, HandlerEndedTransaction())
+                raise HandlerEndedTransaction from failed
+            raise failed from failed.__cause__
+
+    async def _bury_ended(self, work: Work, error: HandlerEndedTransaction) -> None:
+        with suppress(OncewardError):
+            async with self.unit(work.message) as unit:
+                await bury_ended(unit, work, error)
+
+    async def _is_committed(self, work: Work) -> bool:
+        async with self.unit(work.message, read_only=True) as unit:
+            found = await unit.find(work.identity)
+        return found is not None and found.record.state is State.PROCESSED
 
     async def keep_failure(self, work: Work, error: Exception) -> Outcome[Any]:
+        """What a run of the caller's came to, unless somebody else has settled the message meanwhile."""
+
         async def keep() -> Outcome[Any]:
             async with self.unit(work.message) as unit:
                 found = await unit.find(work.identity)
-                return await keep_failure(unit, work, found.record if found else None, error)
+                settled = None if found is None else settled_by(work, found.record)
+                if settled is not None:
+                    return settled
+                outcome = await keep_failure(unit, work, found.record if found else None, error)
+            if outcome.record is None:
+                raise InFlight  # another runner has it, or the caller's own claim is still there
+            return outcome
 
         return await self._patiently(keep)
 
@@ -175,9 +212,9 @@ class Settler(Generic[Tx]):
         while True:
             try:
                 return await step()
-            except InFlight:
+            except InFlight as error:
                 if loop.time() + pause > deadline:
-                    raise in_flight(self._wait) from None
+                    raise (busy(self._wait) if isinstance(error, Busy) else in_flight(self._wait)) from None
             await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter
             pause = min(pause * 2, 0.25)
 
@@ -186,9 +223,7 @@ class Settler(Generic[Tx]):
         done = None if work.replayed else self._cache.get(work.identity.digest)
         if done is None:
             return None
-        mismatch = compare(work, done.payload_hash)
-        result = None if done.result is None else work.handler.restored(codec.decode(done.result))
-        return Outcome(Kind.DUPLICATE, result=result, mismatch=mismatch)
+        return duplicate(work, done, mismatch=compare(work, done.payload_hash))
 
     async def _try(self, work: Work, deadline: float) -> Outcome[Any]:
         loop = asyncio.get_running_loop()
@@ -225,3 +260,29 @@ class Settler(Generic[Tx]):
         if payload_hash is not None:
             result = None if outcome.result is None else codec.encode(outcome.result, "result")
             self._cache.put(work.identity.digest, Done(payload_hash, result))
+
+    # --- for batches ----------------------------------------------------------------------------------------
+
+    @property
+    def wait(self) -> float:
+        return self._wait
+
+    @property
+    def has_hook(self) -> bool:
+        """Each transaction begins with the user's `on_begin`."""
+        return self._on_begin is not None
+
+    @property
+    def flights(self) -> Flights:
+        return self._flights
+
+    @property
+    def cache(self) -> Cache:
+        return self._cache
+
+    def known(self, work: Work) -> Outcome[Any] | None:
+        return self._known(work)
+
+    async def settle_now(self, work: Work) -> Outcome[Any]:
+        """Without waiting for another runner, and for a caller that has entered the flight itself."""
+        return await self._try(work, 0.0)

@@ -13,8 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
 from onceward.errors import UsageError
 from onceward.sql.drivers.aiosqlite import SqlAlchemySqliteDriver
-from onceward.sql.drivers.pool_watch import SecondConnectionWarning, held_connection
+from onceward.sql.drivers.pool_watch import SecondConnectionWarning, held_of
 from onceward.sql.drivers.sqlalchemy import SqlAlchemyPostgresDriver
+from onceward.sql.drivers.sqlalchemy_shared import shared
 from onceward.sql.models import InboxRecord, add_tables, include_object
 from onceward.sql.store import SqlStore
 
@@ -88,9 +89,9 @@ class JoiningSessionmaker(async_sessionmaker[S]):
     def __call__(self, **local_kw: Any) -> S:
         engine = local_kw.get("bind", self.kw.get("bind"))
         if isinstance(engine, AsyncEngine):
-            borrowed = held_connection(engine.sync_engine.pool)
-            if borrowed is not None:
-                local_kw |= {"bind": borrowed, "join_transaction_mode": "create_savepoint"}
+            held = held_of(engine.sync_engine.pool)
+            if held is not None:
+                local_kw["bind"] = shared(held)
         return super().__call__(**local_kw)
 
 

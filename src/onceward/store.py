@@ -11,7 +11,7 @@ compare-and-set on (state, attempts, started).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from enum import StrEnum
@@ -67,8 +67,55 @@ class SweptBatch(msgspec.Struct, frozen=True):
     """Where the next batch begins. Only the store knows what it means."""
 
 
+class Done(msgspec.Struct, frozen=True, gc=False):
+    """What a duplicate is answered with: the hash to compare, and the result as it was stored."""
+
+    payload_hash: bytes | None
+    result: bytes | None
+
+
+class ClaimLine(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """One of many records of runs that succeed, flat: its JSON is what is sent."""
+
+    identity: str
+    """16 bytes as hex."""
+    lock: int
+    """The first 8 of them as a number, for databases that lock numbers."""
+    tenant: str
+    scope: str
+    key: str
+    type: str
+    message_id: str | None = None
+    """Where it is not the key."""
+    source: str = ""
+    topic: str = ""
+    origin: str | None = None
+    payload_hash: bytes | None = None
+    handler: str | None = None
+    occurred_at: datetime | None = None
+    stream: str | None = None
+    position: int | None = None
+    keep_ms: int | None = None
+
+
+class Closing(msgspec.Struct, frozen=True, gc=False):
+    """The closing write of one of many; the result is JSON."""
+
+    identity: Identity
+    result: bytes | None
+    duration_ms: float | None
+
+
 class InFlight(Exception):
     """A signal of the stores, never seen by users: another transaction has this identity right now."""
+
+
+class Busy(InFlight):
+    """A signal of the stores: the database has one writer at a time, and another transaction is it."""
+
+
+class Ended(Exception):
+    """A signal: a block failed (the cause says how) after it had ended the transaction that it was in."""
 
 
 class Conflict(Exception):
@@ -109,10 +156,34 @@ class Unit(Protocol[Tx_co]):
         """Undo everything since the claim. Safe to call at any time, also twice."""
 
     async def ended(self) -> bool:
-        """Asked before the rollback of a failed run: did the handler end the transaction itself?"""
+        """Asked before the rollback of a failed run: did the handler end the transaction itself? A joined unit is
+        rolled back by asking."""
 
     def is_conflict(self, error: BaseException) -> bool:
         """A serialization failure or deadlock, which says nothing about the message."""
+
+    # Many messages in one transaction: claim_many, [find_many, take], handlers, [unclaim], [complete_many], commit.
+
+    @property
+    def stands(self) -> bool:
+        """As far as is known without asking the database: the transaction is open, and nobody has ended it."""
+
+    async def claim_many(self, claims: Sequence[ClaimLine], *, consumer: str, host: str) -> set[bytes]:
+        """Begin, and insert the records in their order. That is the order of identities: so two batches that share
+        messages cannot wait for each other. The digests of those that are new and ours; the others exist, or
+        another transaction has them."""
+
+    async def find_done(self, identities: Sequence[Identity]) -> dict[bytes, Done]:
+        """In the open transaction: those that are processed, by digest."""
+
+    async def find_many(self, identities: Sequence[Identity]) -> dict[bytes, Found]:
+        """In the open transaction: the records that exist, by digest."""
+
+    async def unclaim(self, identities: Sequence[Identity]) -> None:
+        """Remove claims of this transaction, of messages that do not run in it after all."""
+
+    async def complete_many(self, closings: Sequence[Closing]) -> None:
+        """The closing write of several."""
 
     # Each of these is a transaction of its own, on the same connection, outside of the claim's.
 
@@ -135,6 +206,18 @@ class Unit(Protocol[Tx_co]):
 
     async def bury(self, record: Record, failure: Failure, *, over: tuple[State, ...]) -> Record | None:
         """Make it a dead letter without counting an attempt, if it is new or in one of the states `over`."""
+
+    async def look_done(self, identities: Sequence[Identity]) -> dict[bytes, Done]:
+        """Those that are processed and committed, by digest. What is missing here may still not be called new."""
+
+    async def look_many(self, identities: Sequence[Identity]) -> dict[bytes, Found]:
+        """The committed records, by digest."""
+
+    async def repair(
+        self, *, unclaim: Sequence[Identity], complete: Sequence[Closing], bury: Sequence[tuple[Record, Failure]]
+    ) -> None:
+        """After a handler has committed a batch in its middle: remove the claims of what did not run, close what
+        ran, and make dead letters of what nobody can know."""
 
     async def sweep(
         self, consumer: str, what: Sweepable, older: float, *, batch: int, after: tuple[Any, Any] | None = None
@@ -187,5 +270,7 @@ class Store(Protocol[Tx_co]):
     ) -> AbstractAsyncContextManager[Unit[Tx_co]]:
         """A unit of work. `begin` runs first in each of its transactions; `wait` bounds waiting for a turn."""
 
-    def join(self, tx: Any, *, begin: Begin[Any] | None = None) -> AbstractAsyncContextManager[Unit[Any]]:
+    def join(
+        self, tx: Any, *, begin: Begin[Any] | None = None, read_only: bool = False
+    ) -> AbstractAsyncContextManager[Unit[Any]]:
         """A unit inside a transaction of the caller's. TransactionUnusable: it has failed, or is somewhere else."""

@@ -14,7 +14,9 @@ from onceward.handlers import Handler
 from onceward.identity import Identity
 from onceward.message import Message
 from onceward.record import Record, State
+from onceward.retention import milliseconds
 from onceward.retry import RetryPolicy
+from onceward.store import ClaimLine
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,9 +27,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     handler: Handler
     payload_hash: bytes
     lane: str | None = None
-    payload: msgspec.Raw | None = None
+    payload: bytes | None = None
     """The payload and headers as JSON, from before the handler could change them."""
-    headers: msgspec.Raw | None = None
+    headers: bytes | None = None
     retry: RetryPolicy | None = None
     retention: timedelta | None = None
     origin: str | None = None
@@ -56,7 +58,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             state=State.PROCESSED,
             started=self.marked,
             payload_hash=self.payload_hash,
-            handler=self.handler.name,
+            handler=self.handler.shape.name,
             host=self.host,
             occurred_at=message.occurred_at,
             retention=self.retention,
@@ -64,14 +66,37 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             position=message.position,
         )
 
+    def line(self) -> ClaimLine:
+        """The same as a line of a claim of many."""
+        message, identity = self.message, self.identity
+        digest, key = identity.digest, identity.key
+        return ClaimLine(
+            digest.hex(),
+            int.from_bytes(digest[:8], "big", signed=True),
+            identity.tenant,
+            identity.scope,
+            key,
+            message.type,
+            None if message.id == key else message.id,
+            message.source,
+            message.topic,
+            self.origin,
+            self.payload_hash,
+            self.handler.shape.name,
+            message.occurred_at,
+            message.stream,
+            message.position,
+            milliseconds(self.retention),
+        )
+
     def whole(self, duration_ms: float | None = None) -> Record:
         """The record with all of the message, so that it can be run again without its broker."""
         message = self.message
         return msgspec.structs.replace(
             self.draft(),
-            payload=self.payload,
+            payload=None if self.payload is None else msgspec.Raw(self.payload),
             body=message.body,
-            headers=self.headers,
+            headers=None if self.headers is None else msgspec.Raw(self.headers),
             depends_on=message.depends_on,
             duration_ms=duration_ms,
         )
@@ -80,11 +105,11 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         """For another run: a handler that changed its payload must not find the change."""
         if self.payload is None or self._payload_as_it_came():
             return self
-        payload = codec.decode(bytes(self.payload))
+        payload = codec.decode(self.payload)
         return msgspec.structs.replace(self, message=msgspec.structs.replace(self.message, payload=payload))
 
     def _payload_as_it_came(self) -> bool:
         try:
-            return codec.encode(self.message.payload) == bytes(self.payload or b"")
+            return codec.encode(self.message.payload) == self.payload
         except PayloadInvalid:  # the handler put something into it that is no JSON
             return False

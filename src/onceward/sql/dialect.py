@@ -39,6 +39,8 @@ class Dialect(msgspec.Struct, frozen=True):
     schema: str | None = None
     most_deletes: int = 5000
     """In one statement. SQLite does nothing else meanwhile, and neither does the event loop."""
+    sets: bool = False
+    """Statements for many records take all of them at once; otherwise they are said once for each."""
 
     def __call__(self, statement: str, params: Mapping[str, Any] | None = None) -> Statement:
         return Statement(self.statements[statement], params or {})
@@ -51,7 +53,7 @@ def postgresql(schema: str | None = None) -> Dialect:
         prefix = quoted(schema) + "."
         # `onceward_records.column` inside an upsert names the target, which keeps its bare name.
         statements = {name: _TABLES.sub(lambda m: prefix + m[0], sql) for name, sql in statements.items()}
-    return Dialect("postgresql", statements, lambda digest: digest.hex(), lambda moment: moment, schema)
+    return Dialect("postgresql", statements, lambda digest: digest.hex(), lambda moment: moment, schema, sets=True)
 
 
 def sqlite() -> Dialect:

@@ -32,6 +32,10 @@ class Session(Protocol[Tx_co]):
 
     async def execute(self, statement: Statement) -> Result: ...
 
+    @property
+    def stands(self) -> bool:
+        """What is known without asking: the transaction is open, and is the one that we began."""
+
     async def script(self, sql: str) -> None:
         """Several statements, without parameters."""
 

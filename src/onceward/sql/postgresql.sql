@@ -260,3 +260,48 @@ UPDATE onceward_schema SET token = gen_random_uuid()::text WHERE coalesce(token,
 
 -- name: function_missing
 SELECT 1 WHERE to_regprocedure('onceward_id(text, text, text, text)') IS NULL
+
+-- Many messages at once. One parameter has all of them as JSON, sorted by identity; identities travel back as one value.
+-- name: claim_many
+WITH claimed AS (
+    INSERT INTO onceward_records (
+        identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts,
+        payload_hash, handler, host, processed_at, occurred_at, expires_at, stream, position)
+    SELECT
+        identity, :consumer::text, tenant, scope, key, coalesce(message_id, key), type, coalesce(source, ''),
+        coalesce(topic, ''), origin, 'processed', 1,
+        decode(payload_hash, 'base64'), handler, :host::text, now(), occurred_at,
+        now() + keep_ms * interval '1 millisecond', stream, position
+    FROM json_to_recordset(:claims::text::json) AS claims(
+        identity uuid, lock bigint, tenant text, scope text, key text, message_id text, type text, source text,
+        topic text, origin text, payload_hash text, handler text, occurred_at timestamptz, stream text,
+        position bigint, keep_ms bigint)
+    WHERE pg_try_advisory_xact_lock(lock)
+    ON CONFLICT (identity) DO NOTHING
+    RETURNING identity)
+SELECT string_agg(uuid_send(identity), ''::bytea) AS digests FROM claimed
+
+-- name: find_many
+SELECT
+    consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
+    errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
+    received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
+    depends_on::text, received_position, processed_position,
+    uuid_send(identity) AS digest, clock_timestamp() AS now
+FROM onceward_records WHERE identity = ANY (string_to_array(:identities::text, ',')::uuid[])
+
+-- Only what a duplicate is answered with.
+-- name: find_done
+SELECT uuid_send(identity) AS digest, payload_hash, result::text AS result
+FROM onceward_records
+WHERE identity = ANY (string_to_array(:identities::text, ',')::uuid[]) AND state = 'processed'
+
+-- name: complete_many
+UPDATE onceward_records
+SET result = closing.result::json, duration_ms = closing.duration_ms
+FROM json_to_recordset(:closings::text::json) AS closing(identity uuid, result text, duration_ms float8)
+WHERE onceward_records.identity = closing.identity
+
+-- name: unclaim
+DELETE FROM onceward_records
+WHERE identity = ANY (string_to_array(:identities::text, ',')::uuid[]) AND state = 'processed'

@@ -208,3 +208,11 @@ UPDATE onceward_schema SET token = lower(hex(randomblob(16))) WHERE coalesce(tok
 -- SQLite has no functions of its own.
 -- name: function_missing
 SELECT 1 WHERE false
+
+-- For many messages at once these are said once for each: there is no trip to save.
+-- name: find_done
+SELECT identity AS digest, payload_hash, result FROM onceward_records
+WHERE identity = :identity AND state = 'processed'
+
+-- name: unclaim
+DELETE FROM onceward_records WHERE identity = :identity AND state = 'processed'

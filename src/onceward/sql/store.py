@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
 from typing import Any, Generic, TypeVar
@@ -17,7 +17,7 @@ from onceward.sql.driver import Driver, Session
 from onceward.sql.joined import joined
 from onceward.sql.plan import Plan, inlined, run
 from onceward.stats import Stats
-from onceward.store import Begin, Features, Found, Sweepable, SweptBatch
+from onceward.store import Begin, ClaimLine, Closing, Done, Features, Found, Sweepable, SweptBatch
 
 Tx = TypeVar("Tx")
 T = TypeVar("T")
@@ -113,9 +113,11 @@ class SqlStore(Generic[Tx]):
         return _Units(self._driver, begin, wait, read_only=read_only)
 
     @asynccontextmanager
-    async def join(self, tx: Any, *, begin: Begin[Any] | None = None) -> AsyncIterator[SqlUnit[Any]]:
+    async def join(
+        self, tx: Any, *, begin: Begin[Any] | None = None, read_only: bool = False
+    ) -> AsyncIterator[SqlUnit[Any]]:
         dialect = self._driver.dialect
-        session = await joined(tx, dialect.name)
+        session = await joined(tx, dialect.name, read_only=read_only)
         session.expect(self._token, dialect("schema_token"))
         unit: SqlUnit[Any] = SqlUnit(self._driver, session, begin, 0.0, joined=True)
         try:
@@ -258,6 +260,43 @@ class SqlUnit(Generic[Tx]):
 
     async def discard(self, identity: Identity) -> bool:
         return await self._alone(verbs.discard(self._dialect, identity))
+
+    # --- many -----------------------------------------------------------------------------------------------
+
+    @property
+    def stands(self) -> bool:
+        return self._session.stands
+
+    async def claim_many(self, claims: Sequence[ClaimLine], *, consumer: str, host: str) -> set[bytes]:
+        return await self._start(verbs.claim_many(self._dialect, claims, consumer, host))
+
+    async def find_done(self, identities: Sequence[Identity]) -> dict[bytes, Done]:
+        return await self._say(verbs.find_done(self._dialect, identities))
+
+    async def find_many(self, identities: Sequence[Identity]) -> dict[bytes, Found]:
+        return await self._say(verbs.find_many(self._dialect, identities))
+
+    async def unclaim(self, identities: Sequence[Identity]) -> None:
+        await self._say(verbs.unclaim(self._dialect, identities))
+
+    async def complete_many(self, closings: Sequence[Closing]) -> None:
+        await self._say(verbs.complete_many(self._dialect, closings))
+
+    async def look_done(self, identities: Sequence[Identity]) -> dict[bytes, Done]:
+        plan = verbs.find_done(self._dialect, identities)
+        if self._begin is None and self._driver.features.concurrent_units and not self._session.gone:
+            return await self._say(plan)  # one statement on a connection of its own sees only what is committed
+        return await self._alone(plan)
+
+    async def look_many(self, identities: Sequence[Identity]) -> dict[bytes, Found]:
+        return await self._alone(verbs.find_many(self._dialect, identities))
+
+    async def repair(
+        self, *, unclaim: Sequence[Identity], complete: Sequence[Closing], bury: Sequence[tuple[Record, Failure]]
+    ) -> None:
+        await self._alone(verbs.repair(self._dialect, unclaim, complete, bury))
+
+    # --- how plans are run ----------------------------------------------------------------------------------
 
     async def _say(self, plan: Plan[T]) -> T:
         return await run(plan, self._session.execute)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from datetime import datetime, timedelta
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -13,9 +13,10 @@ from onceward.errors import HandlerEndedTransaction, SchemaMissing, SchemaOutdat
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
+from onceward.retention import milliseconds
 from onceward.sql.dialect import Dialect, Migration, migrations
 from onceward.sql.plan import Plan
-from onceward.store import Found, InFlight
+from onceward.store import ClaimLine, Closing, Done, Found, InFlight
 
 
 def claim(dialect: Dialect, record: Record) -> Plan[Found | None]:
@@ -108,6 +109,103 @@ def discard(dialect: Dialect, identity: Identity) -> Plan[bool]:
     return discarded.changed == 1
 
 
+# --- many at once -------------------------------------------------------------------------------------------
+
+
+class _Closing(msgspec.Struct, gc=False):
+    identity: str
+    result: str | None
+    """JSON in JSON: a text that says \\u0000 must not be understood on its way."""
+    duration_ms: float | None
+
+
+def claim_many(dialect: Dialect, claims: Sequence[ClaimLine], consumer: str, host: str) -> Plan[set[bytes]]:
+    """They come sorted by identity. The digests of those that are new."""
+    of_all = {"consumer": consumer, "host": host}
+    if dialect.sets:
+        result = yield dialect("claim_many", {"claims": msgspec.json.encode(claims).decode(), **of_all})
+        digests: bytes = result.rows[0]["digests"] or b""
+        return {digests[at : at + 16] for at in range(0, len(digests), 16)}
+    new = set()
+    for claim in claims:
+        digest = bytes.fromhex(claim.identity)
+        inserted = yield dialect("claim", msgspec.structs.asdict(claim) | of_all | {
+            "identity": dialect.identity(digest),
+            "message_id": claim.message_id or claim.key,
+            "occurred_at": None if claim.occurred_at is None else dialect.moment(claim.occurred_at),
+        })  # fmt: skip
+        if inserted.changed == 1:
+            new.add(digest)
+    return new
+
+
+def find_done(dialect: Dialect, identities: Sequence[Identity]) -> Plan[dict[bytes, Done]]:
+    rows = yield from _rows_of(dialect, "find_done", "find_done", identities)
+    return {
+        bytes(row["digest"]): Done(row["payload_hash"], None if row["result"] is None else row["result"].encode())
+        for row in rows
+    }
+
+
+def find_many(dialect: Dialect, identities: Sequence[Identity]) -> Plan[dict[bytes, Found]]:
+    rows = yield from _rows_of(dialect, "find_many", "find", identities)
+    found = (Found(record_of(row), moment_of(row["now"])) for row in rows)
+    return {one.record.identity.digest: one for one in found}
+
+
+def _rows_of(dialect: Dialect, many: str, each: str, identities: Sequence[Identity]) -> Plan[list[Mapping[str, Any]]]:
+    if dialect.sets:
+        result = yield dialect(many, _all(identities))
+        return list(result.rows)
+    rows: list[Mapping[str, Any]] = []
+    for identity in identities:
+        result = yield dialect(each, _identity(dialect, identity))
+        rows.extend(result.rows)
+    return rows
+
+
+def _all(identities: Sequence[Identity]) -> dict[str, Any]:
+    return {"identities": ",".join([identity.digest.hex() for identity in identities])}
+
+
+def unclaim(dialect: Dialect, identities: Sequence[Identity]) -> Plan[None]:
+    if dialect.sets:
+        yield dialect("unclaim", _all(identities))
+        return
+    for identity in identities:
+        yield dialect("unclaim", _identity(dialect, identity))
+
+
+def complete_many(dialect: Dialect, closings: Sequence[Closing]) -> Plan[None]:
+    lines = [
+        _Closing(one.identity.digest.hex(), None if one.result is None else one.result.decode(), one.duration_ms)
+        for one in closings
+    ]
+    if dialect.sets:
+        completed = yield dialect("complete_many", {"closings": msgspec.json.encode(lines).decode()})
+        changed = completed.changed
+    else:
+        changed = 0
+        for one, line in zip(closings, lines, strict=True):
+            params = {"result": line.result, "extra": None, "duration_ms": line.duration_ms}
+            completed = yield dialect("complete", _identity(dialect, one.identity) | params)
+            changed += completed.changed
+    if changed != len(lines):
+        raise HandlerEndedTransaction("a claim is gone: a handler removed it, or changed where tables are found")
+
+
+def repair(
+    dialect: Dialect, remove: Sequence[Identity], close: Sequence[Closing], dead: Sequence[tuple[Record, Failure]]
+) -> Plan[None]:
+    if remove:
+        yield from unclaim(dialect, remove)
+    if close:
+        yield from complete_many(dialect, close)
+    over = (*from_states(Change.FAIL), State.PROCESSED)
+    for record, failure in dead:
+        yield from fail(dialect, record, failure, state=State.DEAD, over=over, counted=False)
+
+
 def version(dialect: Dialect) -> Plan[int]:
     result = yield dialect("schema_version")
     found: int = result.rows[0]["version"]
@@ -193,7 +291,7 @@ def _claim_params(dialect: Dialect, record: Record) -> dict[str, Any]:
         "handler": record.handler,
         "host": record.host,
         "occurred_at": None if record.occurred_at is None else dialect.moment(record.occurred_at),
-        "keep_ms": None if record.retention is None else round(record.retention / timedelta(milliseconds=1)),
+        "keep_ms": milliseconds(record.retention),
         "stream": record.stream,
         "position": record.position,
     }

@@ -1,10 +1,11 @@
 """For people who test with onceward, and for people who write a store.
 
 `StoreContract` is the conformance suite: subclass it, give it a `lab` fixture, and pytest runs every rule against your
-store. `PointStore` stops a run at a named point, to kill or cancel it there. It needs pytest.
+store; `JoinedContract` does so for transactions of the caller's. `PointStore` stops a run at a named point, to kill or
+cancel it there. It needs pytest.
 """
 
-from onceward.testing.contract import StoreContract
+from onceward.testing.contract import JoinedContract, StoreContract
 from onceward.testing.lab import Lab
 from onceward.testing.labs import AiosqliteLab, PostgresLab, PsycopgLab, SqlAlchemyPostgresLab, SqliteLab
 from onceward.testing.points import POINTS, PointStore
@@ -13,6 +14,7 @@ from onceward.testing.proxy import Proxy
 __all__ = [
     "POINTS",
     "AiosqliteLab",
+    "JoinedContract",
     "Lab",
     "PointStore",
     "PostgresLab",

@@ -35,6 +35,9 @@ class Job(msgspec.Struct):
     long_sql: str = ""
     """A statement that the handler runs, in which the process can be killed from outside."""
     wait: float = 30.0
+    batch: int = 0
+    """Process so many at a time, `concurrency` batches side by side."""
+    bulk: bool = False
 
 
 def die() -> None:
@@ -48,6 +51,7 @@ async def work(job: Job) -> None:
 
     async def charge(message: Message[Any], tx: Any) -> dict[str, str]:
         await reached("handler")
+        await reached(f"handler of {message.id}")
         await run_sql(tx, "INSERT INTO effects VALUES ($1)", message.id)
         await reached("effect")
         if job.long_sql:
@@ -72,7 +76,24 @@ async def work(job: Job) -> None:
             sys.stdout.write(json.dumps(report) + "\n")
             sys.stdout.flush()
 
-        await asyncio.gather(*(one(id_) for id_ in job.ids))
+        async def many(ids: list[str]) -> None:
+            async def charge_all(messages: list[Message[Any]], tx: Any) -> list[dict[str, str]]:
+                return [await charge(message, tx) for message in messages]
+
+            messages = [Message(id_, "order.paid", {"amount": 7}) for id_ in ids]
+            async with limit:
+                if job.bulk:
+                    outcomes = await inbox.process_bulk(messages, charge_all, redelivered=job.redelivered)
+                else:
+                    outcomes = await inbox.process_many(messages, charge, redelivered=job.redelivered)
+            for id_, outcome in zip(ids, outcomes, strict=True):
+                sys.stdout.write(json.dumps({"id": id_, "kind": outcome.kind}) + "\n")
+            sys.stdout.flush()
+
+        if job.batch:
+            await asyncio.gather(*(many(job.ids[at : at + job.batch]) for at in range(0, len(job.ids), job.batch)))
+        else:
+            await asyncio.gather(*(one(id_) for id_ in job.ids))
 
 
 if __name__ == "__main__":

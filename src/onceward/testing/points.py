@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-POINTS = tuple(f"{when} {verb}" for verb in ("mark", "claim", "commit", "fail") for when in ("before", "after"))
+POINTS = tuple(
+    f"{when} {verb}" for verb in ("mark", "claim", "claim_many", "commit", "fail") for when in ("before", "after")
+)
 """Between "after claim" and "before commit" lies the handler, which can stop where it likes."""
 
 Reached = Callable[[str], Awaitable[None]]
@@ -25,6 +27,11 @@ class PointStore:
     @asynccontextmanager
     async def unit(self, **options: Any) -> AsyncIterator[_PointUnit]:
         async with self._store.unit(**options) as unit:
+            yield _PointUnit(unit, self._reached)
+
+    @asynccontextmanager
+    async def join(self, tx: Any, **options: Any) -> AsyncIterator[_PointUnit]:
+        async with self._store.join(tx, **options) as unit:
             yield _PointUnit(unit, self._reached)
 
 

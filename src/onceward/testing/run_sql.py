@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 from typing import Any
 
 
 async def run_sql(tx: Any, sql: str, *params: Any) -> list[tuple[Any, ...]]:
     if hasattr(tx, "begin_nested"):  # SQLAlchemy
         return await _run_sqlalchemy(tx, sql, *params)
+    if isinstance(tx, sqlite3.Connection):
+        return [tuple(row) for row in tx.execute(_question_marks(sql), params).fetchall()]
+    if type(tx).__module__.startswith("aiosqlite"):
+        return [tuple(row) for row in await tx.execute_fetchall(_question_marks(sql), params)]
     if getattr(tx, "fetch", None) is None:  # psycopg
-        cursor = await tx.execute(re.sub(r"\$\d", "%s", sql), params or None)
-        return list(await cursor.fetchall()) if cursor.description else []
+        return await _run_psycopg(tx, sql, *params)
     if sql.startswith("SELECT"):  # asyncpg, and SQLite's handle
         return [tuple(row) for row in await tx.fetch(sql, *params)]
     await tx.execute(sql, *params)  # several statements at once are possible here only
     return []
+
+
+def _question_marks(sql: str) -> str:
+    return re.sub(r"\$(\d)", r"?\1", sql)
+
+
+async def _run_psycopg(tx: Any, sql: str, *params: Any) -> list[tuple[Any, ...]]:
+    cursor = await tx.execute(re.sub(r"\$\d", "%s", sql), params or None)
+    rows = await cursor.fetchall() if cursor.description else []
+    return [tuple(row.values() if isinstance(row, dict) else row) for row in rows]
 
 
 async def _run_sqlalchemy(tx: Any, sql: str, *params: Any) -> list[tuple[Any, ...]]:

@@ -42,6 +42,10 @@ class AiosqliteSession:
     def gone(self) -> bool:
         return not self._raw.is_alive() if hasattr(self._raw, "is_alive") else False
 
+    @property
+    def stands(self) -> bool:
+        return bool(self._savepoint) and bool(self._raw.in_transaction)
+
     async def begin(self, first: Statement | None = None) -> Result:
         if not self._read_only:
             self._savepoint = f"onceward_{token_hex(8)}"
@@ -110,12 +114,6 @@ class SqlAlchemySqliteSession(OrmTransaction, AiosqliteSession):
         AiosqliteSession.__init__(self, borrowed.raw, path, **options)
         self.connection = borrowed.connection
         self.make_session = make_session
-
-    async def ended(self) -> bool:
-        """A session that rolled back has ended it cleanly, unless the handler went on: then it wrote on its own."""
-        if self._root is not None and not self._root.is_active and not self.connection.in_transaction():
-            return False
-        return await super().ended()
 
 
 class SqlAlchemySqliteDriver:

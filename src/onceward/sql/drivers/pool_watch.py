@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
@@ -29,6 +28,7 @@ class Hold(msgspec.Struct):
     connection: Any = None
     """Where that is an SQLAlchemy connection, sessions can join it."""
     active: bool = True
+    before: Hold | None = None
 
 
 _hold: ContextVar[Hold | None] = ContextVar("onceward_hold", default=None)
@@ -40,28 +40,27 @@ def noticed(pool: Any, timeout: float | None) -> float | None:
     return _watches[id(pool)].noticed(pool, timeout)
 
 
-def hold(connection: Any) -> Token[Hold | None]:
+def hold(connection: Any) -> Hold:
     """A connection of SQLAlchemy that the caller of the inbox has: sessions of the handler can join it."""
-    return _hold.set(Hold(connection.engine, connection))
+    held = Hold(connection.engine, connection, before=_hold.get())
+    _hold.set(held)
+    return held
 
 
-def unhold(token: Token[Hold | None]) -> None:
+def unhold(held: Hold) -> None:
+    held.active = False
+    if _hold.get() is held:  # not so when another task ends it than began it
+        _hold.set(held.before)
+
+
+def held_of(pool: Any) -> Hold | None:
+    """What this task's handler holds, if that is an SQLAlchemy connection of this pool (of an engine)."""
     held = _hold.get()
-    if held is not None:
-        held.active = False
-    with suppress(ValueError):  # ended by another task than began it
-        _hold.reset(token)
-
-
-def held_connection(pool: Any) -> Any:
-    """The SQLAlchemy connection that this task's handler has, if it is one of this pool (of an engine)."""
-    held = _hold.get()
-    if held is None or not held.active or current_or_none() is None:
+    while held is not None and not held.active:
+        held = held.before
+    if held is None or held.connection is None or held.connection.engine.sync_engine.pool is not pool:
         return None
-    engine = getattr(held.pool, "sync_engine", None)
-    if engine is None or engine.pool is not pool:
-        return None
-    return held.connection
+    return held
 
 
 class PoolWatch:

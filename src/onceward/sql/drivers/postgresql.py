@@ -69,6 +69,10 @@ class Guard:
         self._over = True
         return self._ended
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended
+
     async def is_idle(self, patience: float = 1.0) -> bool:
         """Whether nothing uses the connection; a task that was left behind gets a moment to end."""
         if self.running:
@@ -108,6 +112,11 @@ class PostgresSession(ABC, Generic[Tx]):
     @property
     def lost(self) -> bool:
         return self.gone and not self._abandoned
+
+    @property
+    def stands(self) -> bool:
+        guard = self._guard
+        return guard is not None and not guard.has_ended and self._in_transaction()
 
     async def begin(self, first: Statement | None = None) -> Result:
         self._token = token_hex(8)

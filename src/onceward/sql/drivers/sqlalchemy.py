@@ -19,10 +19,11 @@ import sqlalchemy.exc
 from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 
-from onceward.errors import HandlerEndedTransaction, StoreUnavailable, UsageError
+from onceward.errors import CommitNotApplied, HandlerEndedTransaction, StoreUnavailable, UsageError
 from onceward.shield import finish
 from onceward.sql.drivers.pool_watch import PoolWatch, noticed
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession
+from onceward.sql.drivers.sqlalchemy_shared import check_shared, shared_by
 from onceward.sql.plan import Result, Statement
 
 _log = logging.getLogger("onceward")
@@ -46,7 +47,12 @@ class OrmTransaction:
             self._session = self.make_session(
                 bind=self.connection, join_transaction_mode="rollback_only", close_resets_only=False
             )
+            shared_by(self.connection, self._session)
         return self._session
+
+    @property
+    def stands(self) -> bool:
+        return bool(super().stands) and (self._root is None or self._root.is_active)  # type: ignore[misc]
 
     async def begin(self, first: Statement | None = None) -> Result:
         result: Result = await super().begin(first)  # type: ignore[misc]
@@ -56,17 +62,27 @@ class OrmTransaction:
     async def commit(self) -> None:
         session = self._session
         if session is not None:
+            if not session.is_active:
+                raise CommitNotApplied("a flush failed inside the handler, and the error was swallowed")
             await session.flush()
             if not self._root.is_active:
                 raise HandlerEndedTransaction(
                     "the handler called rollback() on its session and returned. Nothing it wrote stands. Let the error "
                     "out of the handler, or undo a part with `async with tx.begin_nested()`."
                 )
+        check_shared(self.connection)
         await super().commit()  # type: ignore[misc]
         if session is not None:
             with suppress(sqlalchemy.exc.InvalidRequestError):
                 await _told(session.commit())  # for those who listen to after_commit; nothing is sent
         await self._leave()
+
+    async def ended(self) -> bool:
+        """A session that rolled back has ended it cleanly, unless the handler went on: then it wrote on its own."""
+        if self._root is not None and not self._root.is_active and not self.connection.in_transaction():
+            return False
+        ended: bool = await super().ended()  # type: ignore[misc]
+        return ended
 
     async def rollback(self) -> None:
         await super().rollback()  # type: ignore[misc]

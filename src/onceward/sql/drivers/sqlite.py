@@ -119,6 +119,10 @@ class SqliteSession:
             raise UsageError("there is no transaction")
         return self._tx
 
+    @property
+    def stands(self) -> bool:
+        return self._tx is not None and not self._ended and self._writer.alive
+
     def _handler_execute(self, tx: Transaction, sql: str, params: Any) -> sqlite3.Cursor:
         if tx is not self._tx or self.lost:
             raise UsageError("this transaction is over; write only while the handler runs")
@@ -249,6 +253,7 @@ class SqliteReadSession:
     """Reads what is committed, on a connection of its own: in WAL mode nothing makes it wait."""
 
     lost = gone = False
+    stands = True
 
     def __init__(self, connection: sqlite3.Connection, path: str) -> None:
         self._connection = connection
