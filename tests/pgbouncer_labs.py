@@ -2,46 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any
+from abc import abstractmethod
+from typing import Any, ClassVar
 
 from onceward.asyncpg import AsyncpgStore
 from onceward.psycopg import PsycopgStore
 from onceward.store import Store
-from onceward.testing import PostgresLab, PsycopgLab
-
-NO_PREPARING = {"prepare_threshold": None}
+from onceward.testing import PostgresLab
 
 
-class BouncedAsyncpgLab(PostgresLab):
+class BouncedLab(PostgresLab):
+    scheme: str
+    settings: ClassVar[dict[str, Any]]
+    """What docs/postgresql.md says that this store needs behind PgBouncer."""
+
     def __init__(self, direct: str, bounced: str) -> None:
         super().__init__(bounced)
         self.direct = direct
         self.bounced = bounced
-        self.url = f"{bounced}?pgbouncer=true"
+        self.url = bounced.replace("postgresql", self.scheme, 1) + "?pgbouncer=true"
+
+    @abstractmethod
+    def make(self, dsn: str, **options: Any) -> Store[Any]: ...
 
     def store(self, **options: Any) -> Store[Any]:
-        return AsyncpgStore(self.bounced, statement_cache_size=0, **options)
+        return self.make(self.bounced, **self.settings | options)
+
+    def careless_store(self, **options: Any) -> Store[Any]:
+        """Without the settings."""
+        return self.make(self.bounced, **options)
 
     def store_behind(self, port: int) -> Store[Any]:
-        behind = self.bounced.replace(f":{self.address[1]}/", f":{port}/")
-        return AsyncpgStore(behind, statement_cache_size=0, max_size=2)
+        return self.make(self.bounced.replace(f":{self.address[1]}/", f":{port}/"), **self.settings, max_size=2)
 
     async def query(self, sql: str) -> list[tuple[Any, ...]]:
         return await PostgresLab(self.direct).query(sql)
 
 
-class BouncedPsycopgLab(PsycopgLab):
-    def __init__(self, direct: str, bounced: str) -> None:
-        super().__init__(bounced)
-        self.direct = direct
-        self.url = f"{self.url}?pgbouncer=true"
+class BouncedAsyncpgLab(BouncedLab):
+    scheme = "postgresql"
+    settings: ClassVar = {"statement_cache_size": 0}
 
-    def store(self, **options: Any) -> Store[Any]:
-        return PsycopgStore(self.dsn, kwargs=NO_PREPARING, **options)
+    def make(self, dsn: str, **options: Any) -> Store[Any]:
+        return AsyncpgStore(dsn, **options)
 
-    def store_behind(self, port: int) -> Store[Any]:
-        behind = self.dsn.replace(f":{self.address[1]}/", f":{port}/")
-        return PsycopgStore(behind, kwargs=NO_PREPARING, max_size=2)
 
-    async def query(self, sql: str) -> list[tuple[Any, ...]]:
-        return await PostgresLab(self.direct).query(sql)
+class BouncedPsycopgLab(BouncedLab):
+    scheme = "postgresql+psycopg"
+    settings: ClassVar = {"kwargs": {"prepare_threshold": None}}
+
+    def make(self, dsn: str, **options: Any) -> Store[Any]:
+        return PsycopgStore(dsn, **options)
+
+    def second_connection(self, store: Any) -> Any:
+        return store.pool.connection()

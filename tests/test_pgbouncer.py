@@ -21,16 +21,14 @@ import psycopg
 import pytest
 
 from onceward import Inbox, Message, StoreUnavailable, Verdict, verdict_of
-from onceward.asyncpg import AsyncpgStore
 from onceward.connect import store_from_url
 from onceward.errors import UsageError
 from onceward.outcome import Kind
-from onceward.psycopg import PsycopgStore
 from onceward.testing import StoreContract
 from onceward.testing.contract.racing import RacingContract
 from onceward.testing.contract.transactions import TransactionContract
 from onceward.testing.lab import Gate, Recorder
-from tests.pgbouncer_labs import BouncedAsyncpgLab, BouncedPsycopgLab
+from tests.pgbouncer_labs import BouncedAsyncpgLab, BouncedLab, BouncedPsycopgLab
 from tests.services import pgbouncer
 from tests.services.pgbouncer import POOL_SIZE, Bouncer
 
@@ -49,6 +47,12 @@ async def psycopg_lab(ready_dsn: str, bouncer: Bouncer) -> AsyncIterator[Bounced
     lab = BouncedPsycopgLab(ready_dsn, bouncer.dsn(ready_dsn))
     async with lab.stack:
         yield lab
+
+
+@pytest.fixture(params=["asyncpg_lab", "psycopg_lab"])
+def either_lab(request: pytest.FixtureRequest) -> BouncedLab:
+    lab: BouncedLab = request.getfixturevalue(request.param)
+    return lab
 
 
 class TestAsyncpg(StoreContract):
@@ -83,7 +87,7 @@ async def fill(dsn: str) -> None:
 class Where(Recorder):
     """A handler that remembers which of the server's processes it ran on."""
 
-    def __init__(self, lab: BouncedAsyncpgLab | BouncedPsycopgLab) -> None:
+    def __init__(self, lab: BouncedLab) -> None:
         super().__init__(lab)
         self.backends: list[int] = []
 
@@ -150,20 +154,16 @@ async def test_a_process_killed_inside_a_long_statement_is_taken_over_within_fiv
 # --- without the settings -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["asyncpg_lab", "psycopg_lab"])
-async def test_a_store_that_prepares_statements_fails_and_nothing_is_lost(
-    ready_dsn: str, bouncer: Bouncer, request: pytest.FixtureRequest, name: str
-) -> None:
+async def test_a_store_that_prepares_statements_fails_and_nothing_is_lost(either_lab: BouncedLab) -> None:
     """What is prepared on one connection is not known on the next, where the transaction goes."""
-    lab: BouncedAsyncpgLab | BouncedPsycopgLab = request.getfixturevalue(name)
-    wrong = {"asyncpg_lab": AsyncpgStore, "psycopg_lab": PsycopgStore}[name](bouncer.dsn(ready_dsn), max_size=1)
-    handler = Recorder(lab)
-    await fill(bouncer.dsn(ready_dsn))
+    handler, message = Recorder(either_lab), either_lab.message()
+    await fill(either_lab.bounced)
+    wrong = await either_lab.inbox(store=either_lab.careless_store(max_size=1))
     with pytest.raises((asyncpg.InvalidSQLStatementNameError, psycopg.errors.InvalidSqlStatementName)):
-        await (await lab.inbox(store=wrong)).process(lab.message("m"), handler)
-    assert (handler.runs, await lab.effects()) == ([], [])
-    assert (await (await lab.inbox()).process(lab.message("m"), handler)).processed
-    assert await lab.effects() == ["m"]
+        await wrong.process(message, handler)
+    assert (handler.runs, await either_lab.effects()) == ([], [])
+    assert (await (await either_lab.inbox()).process(message, handler)).processed
+    assert await either_lab.effects() == [message.id]
 
 
 async def test_a_setting_that_the_bouncer_does_not_pass_on_is_told(asyncpg_lab: BouncedAsyncpgLab) -> None:

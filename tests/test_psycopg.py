@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
 
 import psycopg
@@ -59,6 +61,30 @@ async def test_a_handler_cannot_end_the_transaction_by_method(psycopg_lab: Psyco
     record = await inbox.get_record(message)
     assert record is not None
     assert record.state == "dead"
+
+
+async def test_a_cancellation_that_the_pool_swallows_is_heard(
+    psycopg_lab: PsycopgLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool waits with asyncio.wait_for, which before Python 3.12 forgets one that comes with the connection."""
+    inbox, handler = await psycopg_lab.inbox(store=psycopg_lab.store(max_size=1)), Recorder(psycopg_lab)
+    pool: Any = inbox.store.pool  # type: ignore[attr-defined]
+    getconn = pool.getconn
+
+    async def swallowing(**options: Any) -> Any:
+        connection = await getconn(**options)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        return connection
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "getconn", swallowing)
+        task = asyncio.ensure_future(inbox.process(psycopg_lab.message("m"), handler))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert handler.runs == []
+    assert (await inbox.process(psycopg_lab.message("m"), handler)).processed, "the one connection was given back"
 
 
 async def test_percent_signs_in_ids_stay(psycopg_lab: PsycopgLab) -> None:

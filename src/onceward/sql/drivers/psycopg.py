@@ -6,6 +6,7 @@ The connection is in autocommit mode while a unit has it, so that psycopg begins
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
@@ -180,9 +181,14 @@ class PsycopgDriver(PostgresDriver["psycopg.AsyncConnection[Any]"]):
 
 
 async def _acquire(pool: Any, wait: float) -> Any:
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
     connection = await pool.getconn(timeout=wait)
     connection.onceward_autocommit = connection.autocommit
     try:
+        # The pool uses asyncio.wait_for: before Python 3.12 it loses a cancellation that comes with the connection.
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError
         await connection.set_autocommit(True)
     except BaseException:
         await pool.putconn(connection)
