@@ -19,8 +19,9 @@ from onceward.outcome import Kind, Outcome
 from onceward.record import Record, State
 from onceward.sql import plan, upkeep, verbs
 from onceward.sql.dialect import Dialect
-from onceward.sql.drivers import postgresql
+from onceward.sql.drivers import joined_postgresql, joined_sqlite, postgresql
 from onceward.sql.drivers.asyncpg import AsyncpgSession
+from onceward.sql.drivers.joined import JoinedSession
 from onceward.sql.drivers.sqlite import SqliteSession
 from onceward.sql.store import SqlUnit
 from onceward.store import Done, Found, InFlight
@@ -345,6 +346,67 @@ def sweep_without_the_lock(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(upkeep, "sweep_lock", lambda _consumer: next(numbers))
 
 
+# --- in a transaction of the caller's ------------------------------------------------------------------------
+
+
+def claim_without_a_savepoint(patch: pytest.MonkeyPatch) -> None:
+    async def begin(self: Any, _savepoint: str, first: Any) -> Any:
+        if self.dialect == "sqlite":
+            await joined_sqlite.begin_as_python_would(self.tx)
+        return await self.execute(first)
+
+    async def nothing(_self: Any, _savepoint: str) -> None: ...
+
+    for kind in (joined_postgresql.JoinedPostgres, joined_sqlite.JoinedSqlite):
+        patch.setattr(kind, "_begin", begin)
+        patch.setattr(kind, "_release", nothing)
+        patch.setattr(kind, "_undo", nothing)
+
+
+def a_joined_run_is_remembered(patch: pytest.MonkeyPatch) -> None:
+    async def join(self: Any, work: Any, tx: Any) -> Outcome[Any]:
+        outcome = await original(self, work, tx)
+        self._remember(work, outcome)
+        return outcome
+
+    original = settle.Settler.join
+    patch.setattr(settle.Settler, "join", join)
+
+
+def a_joined_failure_is_recorded(patch: pytest.MonkeyPatch) -> None:
+    """In the caller's transaction, which may be rolled back, or may not."""
+
+    async def failed(unit: Any, work: Any, before: Any, error: Any, duration_ms: float) -> Outcome[Any]:
+        await unit.rollback()
+        await attempt.keep_failure(unit, work, before, error, duration_ms)
+        raise error
+
+    patch.setattr(attempt, "_failed", failed)
+
+
+def any_database_will_do(patch: pytest.MonkeyPatch) -> None:
+    async def check(_self: Any) -> None: ...
+
+    patch.setattr(JoinedSession, "check_database", check)
+
+
+def mark_ignores_the_conflict(patch: pytest.MonkeyPatch) -> None:
+    async def mark_processed(self: Inbox[Any], message: Any, *, tx: Any = None, result: Any = None, **_: Any) -> None:
+        work = self._claim_work("mark_processed", message)
+        async with self._settler.claimed(work, tx) as claim:
+            claim.save(result)
+
+    patch.setattr(Inbox, "mark_processed", mark_processed)
+
+
+def an_ended_transaction_goes_unnoticed(patch: pytest.MonkeyPatch) -> None:
+    async def ended(self: JoinedSession) -> bool:
+        await self.rollback()
+        return False
+
+    patch.setattr(JoinedSession, "ended", ended)
+
+
 MUTANTS = [
     Mutant(
         "batch: claims not sorted",
@@ -532,6 +594,38 @@ MUTANTS = [
         sweep_says("AND pg_try_advisory_xact_lock(", "AND 0 <= 0 * ("),
         "test_a_delivery_of_what_is_just_being_deleted_does_not_wait",
         on=(POSTGRES,),
+    ),
+    Mutant(
+        "claim without a savepoint",
+        claim_without_a_savepoint,
+        "test_an_error_takes_the_claim_and_its_writes_and_nothing_else",
+    ),
+    Mutant(
+        "a joined run is cached",
+        a_joined_run_is_remembered,
+        "test_nothing_is_remembered_before_the_caller_commits",
+    ),
+    Mutant(
+        "a failure recorded in the caller's transaction",
+        a_joined_failure_is_recorded,
+        "test_a_failure_is_counted_only_when_it_is_told",
+    ),
+    Mutant(
+        "joined without looking which database it is",
+        any_database_will_do,
+        "test_another_database_is_refused_and_left_usable",
+    ),
+    Mutant("mark_processed ignores the conflict", mark_ignores_the_conflict, "test_marking_twice_is_an_error"),
+    Mutant(
+        "mark_processed ignores the conflict",
+        mark_ignores_the_conflict,
+        "test_of_many_that_looked_first_one_may_mark",
+    ),
+    Mutant(
+        "the end of a joined transaction unnoticed",
+        an_ended_transaction_goes_unnoticed,
+        "test_a_block_that_ends_the_transaction_is_found_out",
+        {"verb": "process", "ending": "commit", "then": "raises"},
     ),
     Mutant("NaN is null", nan_is_null, "test_a_message_that_cannot_be_kept_is_refused", {"name": "NaN"}),
 ]

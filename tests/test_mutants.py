@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+from inspect import isawaitable, signature
+from itertools import count
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 
-from onceward.testing import Lab, StoreContract
+from onceward.testing import JoinedContract, Lab, SqliteLab, StoreContract
+from onceward.testing.kinds import AsyncpgCaller, Caller, SqliteCaller, place
 from tests.mutants import MUTANTS, Mutant
+
+_numbers = count(1)
 
 CASES = [(mutant, lab) for mutant in MUTANTS for lab in mutant.on]
 REQUIRED = {
@@ -24,6 +33,11 @@ REQUIRED = {
     "payload check skipped on the cached path",
     "a sweep by age alone",
     "a sweep without the lock",
+    "claim without a savepoint",
+    "a joined run is cached",
+    "a failure recorded in the caller's transaction",
+    "joined without looking which database it is",
+    "mark_processed ignores the conflict",
 }
 
 
@@ -35,13 +49,36 @@ def lab(request: pytest.FixtureRequest) -> Lab:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("mutant", "lab"), CASES, ids=lambda value: getattr(value, "name", value), indirect=["lab"])
-async def test_a_wrong_variant_is_caught(mutant: Mutant, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = getattr(StoreContract(), mutant.caught_by)
+async def test_a_wrong_variant_is_caught(
+    mutant: Mutant, lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    contract: Any = JoinedContract() if hasattr(JoinedContract, mutant.caught_by) else StoreContract()
+    case = getattr(contract, mutant.caught_by)
+    asked = {"kind": kind_for, "elsewhere": elsewhere_for}
+    wanted = {name: give(lab, tmp_path) for name, give in asked.items() if name in signature(case).parameters}
+    given = {name: await value if isawaitable(value) else value for name, value in wanted.items()}
     mutant.apply(monkeypatch)
     # An assert that fails, or a pytest.raises that did not see its error.
     with pytest.raises((AssertionError, pytest.fail.Exception)):
-        await case(lab, **mutant.params)
+        await case(lab, **given, **mutant.params)
     await end_what_was_left()
+
+
+def kind_for(lab: Lab, _folder: Path) -> type[Caller]:
+    return SqliteCaller if isinstance(lab, SqliteLab) else AsyncpgCaller
+
+
+async def elsewhere_for(lab: Lab, folder: Path) -> str:
+    """Another database, with the same tables."""
+    if isinstance(lab, SqliteLab):
+        other: Lab = SqliteLab(folder / "elsewhere.db")
+    else:
+        name = f"elsewhere_{os.getpid()}_{next(_numbers)}"
+        await lab.query(f"CREATE DATABASE {name}")
+        lab.stack.push_async_callback(lab.query, f"DROP DATABASE {name} WITH (FORCE)")
+        other = type(lab)(urlunsplit(urlsplit(place(lab))._replace(path=f"/{name}")))  # type: ignore[call-arg, arg-type]
+    await other.set_up()
+    return place(other)
 
 
 async def end_what_was_left() -> None:

@@ -363,7 +363,8 @@ class Inbox(Generic[Tx]):
             self._tell(work, claim.outcome)
             if claim.outcome.kind is Kind.DEAD and claim.outcome.error is not None:
                 raise claim.outcome.error
-            raise AlreadyProcessed(f"{message.type} {message.id!r} is {claim.outcome.kind} already")
+            done = "processed" if claim.outcome.duplicate else str(claim.outcome.kind)
+            raise AlreadyProcessed(f"{message.type} {message.id!r} is {done} already")
 
     async def is_processed(self, message: Message[Any], *, tx: Any = None, key: KeyLike | None = None) -> bool:
         """Whether it has taken effect: in your transaction with `tx`, else as far as it is committed.
