@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine
-from contextlib import suppress
 from functools import lru_cache
 from secrets import token_hex
 from typing import Any, Generic, NoReturn, TypeVar
@@ -58,7 +57,7 @@ class Guard:
     def __init__(self) -> None:
         self._over = False
         self._ended = False
-        self._idle: asyncio.Event | None = None
+        self._idle: asyncio.Future[None] | None = None
         self.broken = False
         """A savepoint could not be undone, so nobody knows what would be committed."""
         self.running = 0
@@ -76,9 +75,8 @@ class Guard:
     async def is_idle(self, patience: float = 1.0) -> bool:
         """Whether nothing uses the connection; a task that was left behind gets a moment to end."""
         if self.running:
-            self._idle = asyncio.Event()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), patience)
+            self._idle = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._idle], timeout=patience)  # not wait_for(), see finish_here
         return not self.running
 
     def check(self) -> None:
@@ -94,8 +92,8 @@ class Guard:
     def leave(self, *, stands: bool) -> None:
         """A verb has come back; `stands` is what the driver says about the transaction."""
         self.running -= 1
-        if not self.running and self._idle is not None:
-            self._idle.set()
+        if not self.running and self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
         if not stands:
             self._ended = True
             raise HandlerEndedTransaction
