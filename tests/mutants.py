@@ -13,6 +13,7 @@ from onceward import attempt, codec, identity, settle
 from onceward.errors import TryLater
 from onceward.identity import Identity
 from onceward.inbox import Inbox
+from onceward.intake import Intake
 from onceward.outcome import Kind, Outcome
 from onceward.record import Record, State
 from onceward.sql import plan, verbs
@@ -228,13 +229,13 @@ def conflicts_are_never_run_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_topic_in_the_scope(patch: pytest.MonkeyPatch) -> None:
-    original = Inbox.identity_of
+    original = Intake.identity_of
 
-    def identity_of(self: Inbox[Any], message: Any, **options: Any) -> Identity:
-        found = original(self, message, **options)
+    def identity_of(self: Intake, message: Any, key: Any = None) -> Identity:
+        found = original(self, message, key)
         return Identity(found.consumer, found.tenant, found.scope + message.topic, found.key)
 
-    patch.setattr(Inbox, "identity_of", identity_of)
+    patch.setattr(Intake, "identity_of", identity_of)
 
 
 # --- in a transaction of the caller's ------------------------------------------------------------------------
