@@ -196,8 +196,7 @@ def a_wait_that_holds_its_connection(patch: pytest.MonkeyPatch) -> None:
 
 
 def quotes_are_not_doubled(patch: pytest.MonkeyPatch) -> None:
-    original = plan.literal
-    patch.setattr(plan, "literal", lambda v: f"'{v.replace(chr(39), '`')}'" if type(v) is str else original(v))
+    patch.setattr(plan, "_text", lambda text: f"'{text.replace(chr(39), '`')}'")
 
 
 def nan_is_null(patch: pytest.MonkeyPatch) -> None:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Column, Text, event, insert, select, text
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import (
+    AsyncEngine,
+    AsyncSession,
+    async_scoped_session,
+    async_sessionmaker,
+    create_async_engine,
+)
 from sqlalchemy.orm import declarative_base
 
 from onceward import Inbox, Kind, Message, State
 from onceward.errors import CommitNotApplied, HandlerEndedTransaction, UsageError
+from onceward.sql.drivers import sqlalchemy_shared
 from onceward.sqlalchemy import SecondConnectionWarning, SqlAlchemyStore, joining
 from onceward.testing import Lab, PostgresLab, SqliteLab
 
@@ -347,6 +355,28 @@ async def test_repositories_join_a_transaction_of_the_callers_too(shop: Shop, ve
             assert ordinary.bind is shop.engine, "after the block sessions are ordinary again"
         assert await shop.effects() == []
     assert await shop.effects() == ["caller", "repository good"]
+
+
+async def test_a_scoped_session_can_be_joined(shop: Shop) -> None:
+    scoped = async_scoped_session(shop.ordinary, scopefunc=asyncio.current_task)
+    message = shop.lab.message()
+    async with shop.inbox.claim(message, tx=scoped) as claim:
+        assert claim.first
+        scoped.add(Effect(what="scoped"))
+    await scoped.commit()
+    await scoped.remove()
+    assert await shop.effects() == ["scoped"]
+    assert await is_processed(shop, message)
+
+
+async def test_nothing_is_kept_of_connections_that_were_shared(shop: Shop) -> None:
+    async def on_paid(message: Message[Any], tx: AsyncSession) -> None:
+        await shop.save(message.id)
+
+    for _ in range(3):
+        await shop.inbox.process(shop.lab.message(), on_paid)
+    gc.collect()
+    assert len(sqlalchemy_shared._ledgers) == 0
 
 
 def test_joining_takes_a_sessionmaker() -> None:

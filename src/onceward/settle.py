@@ -185,8 +185,12 @@ class Settler(Generic[Tx]):
                 await bury_ended(unit, work, error)
 
     async def _is_committed(self, work: Work) -> bool:
-        async with self.unit(work.message, read_only=True) as unit:
-            found = await unit.find(work.identity)
+        """Whether the claim stands. It does, for all we know, when the store cannot say."""
+        try:
+            async with self.unit(work.message, read_only=True) as unit:
+                found = await unit.find(work.identity)
+        except OncewardError:
+            return True
         return found is not None and found.record.state is State.PROCESSED
 
     async def keep_failure(self, work: Work, error: Exception) -> Outcome[Any]:

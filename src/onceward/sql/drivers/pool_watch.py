@@ -42,7 +42,7 @@ def noticed(pool: Any, timeout: float | None) -> float | None:
 
 def hold(connection: Any) -> Hold:
     """A connection of SQLAlchemy that the caller of the inbox has: sessions of the handler can join it."""
-    held = Hold(connection.engine, connection, before=_hold.get())
+    held = Hold(connection.engine, connection, before=_active())
     _hold.set(held)
     return held
 
@@ -53,11 +53,17 @@ def unhold(held: Hold) -> None:
         _hold.set(held.before)
 
 
-def held_of(pool: Any) -> Hold | None:
-    """What this task's handler holds, if that is an SQLAlchemy connection of this pool (of an engine)."""
+def _active() -> Hold | None:
+    """The innermost that has not ended. Another task may have ended it."""
     held = _hold.get()
     while held is not None and not held.active:
         held = held.before
+    return held
+
+
+def held_of(pool: Any) -> Hold | None:
+    """What this task's handler holds, if that is an SQLAlchemy connection of this pool (of an engine)."""
+    held = _active()
     if held is None or held.connection is None or held.connection.engine.sync_engine.pool is not pool:
         return None
     return held
@@ -109,8 +115,8 @@ class PoolWatch:
         await self._release(pool, connection)
 
     def noticed(self, pool: Any, timeout: float | None) -> float | None:
-        held, run = _hold.get(), current_or_none()
-        if held is None or run is None or held.pool is not pool or not held.active:
+        held, run = _active(), current_or_none()
+        if held is None or run is None or held.pool is not pool:
             return timeout
         text = (
             f"the handler {run.handler!r} took a second connection from the pool of its own inbox. What it writes "
@@ -134,7 +140,7 @@ class Lent:
 
     async def __aenter__(self) -> Any:
         connection = self._connection = await self._watch.acquire(self._pool, self._wait)
-        self._held = Hold(self._pool, getattr(connection, "joinable", None))
+        self._held = Hold(self._pool, getattr(connection, "joinable", None), before=_active())
         self._token = _hold.set(self._held)
         return connection
 

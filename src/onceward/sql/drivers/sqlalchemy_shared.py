@@ -39,7 +39,7 @@ class Ledger:
     """Who wrote what on one connection while sessions share it."""
 
     def __init__(self, main: Connection) -> None:
-        self._execute = main.exec_driver_sql
+        self._main = ref(main)  # it is what keeps the ledger
         self._frames: list[Frame] = []
         self._writers: list[str] = []
         self._broken = ""
@@ -55,6 +55,12 @@ class Ledger:
 
         event.listen(connection, "before_cursor_execute", before)
         return owner
+
+    def _execute(self, sql: str) -> None:
+        main = self._main()
+        if main is None:
+            raise UsageError("the connection that this session shares is gone")
+        main.exec_driver_sql(sql)
 
     def make(self, owner: str) -> Frame:
         frame = Frame(owner, len(self._writers))
