@@ -157,6 +157,7 @@ def commit_that_can_be_cancelled(patch: pytest.MonkeyPatch) -> None:
         return await work
 
     patch.setattr(postgresql, "finish", directly)
+    patch.setattr("onceward.sql.drivers.asyncpg.finish_here", directly)
 
 
 def a_deadlock_burns_an_attempt(patch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import asyncpg
 
 from onceward.errors import HandlerEndedTransaction, UsageError
+from onceward.shield import finish_here
 from onceward.sql.drivers.pool_watch import noticed
 from onceward.sql.drivers.postgresql import Guard
 
@@ -108,9 +109,8 @@ async def acquire(pool: Any, wait: float) -> Any:
 
 
 async def release(pool: Any, proxy: Any) -> None:
-    """A cancellation may be heard before it has ended; asyncpg shields it, and gives the connection back."""
     try:
-        await pool.release(proxy)
+        await finish_here(pool.release(proxy))  # asyncpg sets its timeouts in a task of its own
     except Exception:  # noqa: BLE001 - a connection that died on its way back says nothing about the message
         with suppress(Exception):
             proxy.terminate()
