@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
@@ -98,49 +99,57 @@ def one_by_one(connection: sqlite3.Connection) -> Step:
 
 
 class GroupWriter:
-    """Messages take turns in one transaction. Its COMMIT runs in a thread, for a hundred or when nobody waits.
+    """One task takes what waits, runs it in one transaction, and lets a thread COMMIT: up to a hundred together.
 
     With an inbox each message has a savepoint and a claim in front of its handler; without, only the handler runs.
     """
 
     def __init__(self, connection: sqlite3.Connection, *, inbox: bool) -> None:
         self._connection = connection
-        self._inbox = inbox
         self._tx = Tx(connection)
+        self._work = self._claim_and_handle if inbox else self._handle
         self._thread = ThreadPoolExecutor(1)
-        self._turn = asyncio.Lock()
-        self._waiting = 0
-        self._size = 0
-        self._done: asyncio.Future[None] | None = None
+        self._waiting: deque[tuple[Message[Any], asyncio.Future[int]]] = deque()
+        self._writer: asyncio.Task[None] | None = None
 
     async def step(self, messages: list[Message[Any]]) -> int:
         (message,) = messages
         loop = asyncio.get_running_loop()
-        self._waiting += 1
-        async with self._turn:
-            self._waiting -= 1
-            if self._done is None:
-                self._connection.execute("BEGIN IMMEDIATE")
-                self._done, self._size = loop.create_future(), 0
-            done = self._done
-            settled = await self._work(message)
-            self._size += 1
-            if self._size == GROUP or not self._waiting:
-                await loop.run_in_executor(self._thread, self._connection.execute, "COMMIT")
-                self._done = None
-                done.set_result(None)
-        await asyncio.shield(done)
-        return settled
+        settled: asyncio.Future[int] = loop.create_future()
+        self._waiting.append((message, settled))
+        if self._writer is None:
+            self._writer = loop.create_task(self._write())
+        return await settled
 
-    async def _work(self, message: Message[Any]) -> int:
-        if not self._inbox:
-            await charge(message, self._tx)
-            return 1
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            self._connection.execute("BEGIN IMMEDIATE")
+            group = []
+            while self._waiting and len(group) < GROUP:
+                message, settled = self._waiting.popleft()
+                group.append((settled, await self._work(message)))
+            await loop.run_in_executor(self._thread, self._connection.execute, "COMMIT")
+            for settled, number in group:
+                settled.set_result(number)
+            await asyncio.sleep(0)  # who was just acknowledged may have the next one
+        self._writer = None
+
+    async def _handle(self, message: Message[Any]) -> int:
+        await charge(message, self._tx)
+        return 1
+
+    async def _claim_and_handle(self, message: Message[Any]) -> int:
         self._connection.execute("SAVEPOINT message")
         first = self._connection.execute(CLAIM, claim_row(message)).rowcount
-        if first:
-            await charge(message, self._tx)
-        self._connection.execute("RELEASE message")
+        try:
+            if first:
+                await charge(message, self._tx)
+        except BaseException:
+            self._connection.execute("ROLLBACK TO message")
+            raise
+        finally:
+            self._connection.execute("RELEASE message")
         return first
 
     def close(self) -> None:
@@ -231,7 +240,7 @@ async def stages(world: World) -> AsyncGenerator[Stage, None]:
             return stack.enter_context(closing(GroupWriter(await opened(), inbox=inbox))).step
 
         inbox = await stack.enter_async_context(Inbox(SqliteStore(await files.new()), consumer=CONSUMER))
-        floors = ("no inbox, grouped", "by hand, grouped", "by hand, one by one")
+        floors = ("no inbox, grouped", "by hand, grouped", "by hand, alone")
         single = (
             Variant(floors[0], await grouped(inbox=False)),
             Variant(floors[1], await grouped(inbox=True), floors[:1]),
