@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Most tests wait for a server or a process, so there are more of them at once than processors.
+WORKERS ?= 4
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast bench check format clean
@@ -13,7 +15,7 @@ demo: $(VENV)/demo.stamp ## A shop, a broker that repeats itself, workers that g
 	@$(BIN)/python -m onceward.demo
 
 test: $(VENV)/dev.stamp $(VENV)/postgres.stamp $(VENV)/pgbouncer.stamp ## All tests, on SQLite and a throwaway PostgreSQL
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(WORKERS)
 
 test-fast: $(VENV)/dev.stamp $(VENV)/postgres.stamp $(VENV)/pgbouncer.stamp ## The inner loop: stop at the first failure, leave out the slow ones
 	@$(BIN)/python -m pytest -x -q -m "not slow"

@@ -8,6 +8,7 @@ through `onceward.attempt`, so only a message that fails alone burns an attempt.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from inspect import isawaitable
 from operator import attrgetter
 from time import perf_counter
@@ -141,6 +142,7 @@ class Segment:
         self._lanes = lanes
         self._bulk = bulk
         self._new: set[bytes] = set()
+        self._claimed_within = timedelta()
         self._ran: list[Slot] = []
         self._idle: list[Slot] = []
         """Claimed with the others, and not run after all."""
@@ -172,7 +174,9 @@ class Segment:
         in_order = sorted(slots, key=BY_DIGEST)
         one = slots[0].work
         claims = [slot.work.line() for slot in in_order]
+        began = perf_counter()
         self._new = new = await self._unit.claim_many(claims, consumer=one.identity.consumer, host=one.host)
+        self._claimed_within = timedelta(seconds=perf_counter() - began, milliseconds=1)
         if len(new) == len(slots):
             return []
         rest = [slot for slot in slots if slot.digest not in new]
@@ -350,7 +354,7 @@ class Segment:
         ran = [slot for slot in self._ran if slot not in (culprits or ())]
         claimed = [slot for slot in self._slots if slot.digest in self._new or slot in ran]
         found = await self._unit.look_many([slot.work.identity for slot in claimed]) if claimed else {}
-        stand = _all_ours(claimed, found)
+        stand = _all_ours(claimed, found, self._claimed_within)
         if culprits is None:
             if not stand:
                 return self._parts(None)
@@ -465,11 +469,12 @@ def _closings(slots: list[Slot]) -> list[Closing]:
     ]
 
 
-def _all_ours(claimed: list[Slot], found: dict[bytes, Found]) -> bool:
-    """Claims of one transaction stand together, with one time; meanwhile another runner may have made its own."""
+def _all_ours(claimed: list[Slot], found: dict[bytes, Found], within: timedelta) -> bool:
+    """Claims of one transaction stand together, and have one time, or on SQLite that of one claim of many; meanwhile
+    another runner may have made its own."""
     records = [found[slot.digest].record for slot in claimed if slot.digest in found]
-    done = [one for one in records if one.processed_at is not None and one.host == claimed[0].work.host]
-    return len(done) == len(claimed) > 0 and len({one.processed_at for one in done}) == 1
+    times = [one.processed_at for one in records if one.processed_at is not None and one.host == claimed[0].work.host]
+    return len(times) == len(claimed) > 0 and max(times) - min(times) <= within
 
 
 def _named(error: BaseException, slots: list[Slot], messages: list[Message[Any]]) -> list[Slot] | None:

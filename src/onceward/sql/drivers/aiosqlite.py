@@ -14,6 +14,7 @@ from secrets import token_hex
 from typing import Any
 
 import sqlalchemy.exc
+from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from onceward.errors import HandlerEndedTransaction, NestedProcess, StoreUnavailable, TryLater, UsageError
@@ -151,11 +152,23 @@ class SqlAlchemySqliteDriver:
         return str(self.pool.url.database or ":memory:")
 
     async def open(self) -> None:
-        self._engine = self._given or create_async_engine(self._url or "", **self._options)
+        self._engine = self._given or self._own_engine()
         folder = Path(self._path).parent
         if self._path != ":memory:" and not folder.is_dir():
             raise StoreUnavailable(f"{self._path} cannot be used: there is no folder {folder}")
         self.watch.attach(self._engine)
+
+    def _own_engine(self) -> AsyncEngine:
+        engine = create_async_engine(self._url or "", **self._options)
+
+        @event.listens_for(engine.sync_engine, "connect")
+        def set_up(connection: Any, _record: Any) -> None:
+            """As the embedded store does; an engine of the user's is set up by the user."""
+            cursor = connection.cursor()
+            cursor.execute("PRAGMA foreign_keys = ON")
+            cursor.close()
+
+        return engine
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None

@@ -42,6 +42,7 @@ _READ_ONLY = "25006"
 _ABORTED = "25P02"
 _DIVISION_BY_ZERO = "22012"
 _NO_STATEMENT = "26000"
+_STATEMENT_EXISTS = "42P05"
 _AWAY = ("08", "57P")  # connection exceptions; shutdown, crash, cannot connect now
 
 LOCATE = Statement(
@@ -149,7 +150,11 @@ class PostgresSession(ABC, Generic[Tx]):
 
     async def _prepare(self, statement: Statement, prepared: set[str]) -> None:
         name, sql, _ = preparable(statement.sql)
-        await self._say(f"PREPARE {name} AS {sql}")
+        try:
+            await self._send(f"PREPARE {name} AS {sql}")
+        except Exception as error:  # noqa: BLE001 - told apart there
+            if getattr(error, "sqlstate", None) != _STATEMENT_EXISTS:  # a first try that was cancelled
+                self._raise(error)
         prepared.add(statement.sql)
 
     async def execute(self, statement: Statement) -> Result:
