@@ -78,8 +78,13 @@ def inlined(statement: Statement) -> str:
     pieces, names = _pieces(statement.sql)
     params = statement.params
     filled = list(pieces)
-    filled[1::2] = [literal(params[name]) for name in names]
+    filled[1::2] = literals([params[name] for name in names])
     return "".join(filled)
+
+
+def literals(values: list[Any]) -> list[str]:
+    """Nearly all of them are texts or nothing."""
+    return ["NULL" if value is None else _text(value) if type(value) is str else literal(value) for value in values]
 
 
 @lru_cache(maxsize=256)

@@ -31,7 +31,7 @@ from onceward.identity import digest
 from onceward.shield import finish
 from onceward.sql import dialect
 from onceward.sql.drivers.pool_watch import PoolWatch
-from onceward.sql.plan import Result, Statement, gives_rows, inlined, literal, numbered
+from onceward.sql.plan import Result, Statement, gives_rows, inlined, literals, numbered
 from onceward.store import Features
 
 Tx = TypeVar("Tx")
@@ -434,7 +434,7 @@ def preparable(sql: str) -> tuple[str, str, tuple[str, ...]]:
 def executing(statement: Statement) -> str:
     name, _, names = preparable(statement.sql)
     params = statement.params
-    return f"EXECUTE {name}({', '.join([literal(params[one]) for one in names])})"
+    return f"EXECUTE {name}({', '.join(literals([params[one] for one in names]))})"
 
 
 def count(tag: str) -> int:
