@@ -25,7 +25,7 @@ def server() -> Iterator[str | None]:
     if given or postgres.binaries() is None:
         yield given
         return
-    with postgres.throwaway() as started:
+    with postgres.throwaway(durable=True) as started:
         yield started.dsn
 
 

@@ -68,10 +68,11 @@ def free_port() -> int:
 class Server:
     """A running server; it can be stopped and started again for tests that need it away."""
 
-    def __init__(self, folder: Path, data: Path, *, in_memory: bool) -> None:
+    def __init__(self, folder: Path, data: Path, *, in_memory: bool, durable: bool) -> None:
         self._folder = folder
         self._data = data
         self._in_memory = in_memory
+        self._durable = durable
         self.log = data.parent / "postgres.log"
         self.port = free_port()
         self.dsn = f"postgresql://onceward@127.0.0.1:{self.port}/postgres"
@@ -79,12 +80,14 @@ class Server:
 
     def start(self) -> None:
         options = ["-p", str(self.port), "-c", "listen_addresses=127.0.0.1", "-k", str(self._data)]
-        # Crash safety of PostgreSQL itself is not under test, and the data is thrown away. What is killed is clients.
-        fast = ["-c", "fsync=off", "-c", "max_connections=200", "-c", "max_prepared_transactions=0"]
+        settings = ["-c", "max_connections=200", "-c", "max_prepared_transactions=0"]
+        if not self._durable:
+            # Its own crash safety is not under test, and the data is thrown away. What is killed is clients.
+            settings += ["-c", "fsync=off"]
         if self._in_memory:
-            fast += ["-c", "full_page_writes=off", "-c", "max_wal_size=128MB"]
+            settings += ["-c", "full_page_writes=off", "-c", "max_wal_size=128MB"]
         with self.log.open("ab") as log:
-            command = as_user([str(self._folder / "postgres"), "-D", str(self._data), *options, *fast])
+            command = as_user([str(self._folder / "postgres"), "-D", str(self._data), *options, *settings])
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         self._wait_until_ready()
 
@@ -126,8 +129,11 @@ def _account() -> pwd.struct_passwd:
 
 
 @contextmanager
-def throwaway(*, in_memory: bool = False) -> Iterator[Server]:
-    """A server in a temp folder, gone afterwards. In memory it is quicker to make databases: each is 300 files."""
+def throwaway(*, in_memory: bool = False, durable: bool = False) -> Iterator[Server]:
+    """A server in a temp folder, gone afterwards. In memory it is quicker to make databases: each is 300 files.
+
+    `durable` leaves its settings as they come, for those who measure.
+    """
     folder = binaries()
     if folder is None:
         raise FileNotFoundError(f"no PostgreSQL on this machine; set {VARIABLE} or run `make test` once")
@@ -151,7 +157,7 @@ def throwaway(*, in_memory: bool = False) -> Iterator[Server]:
             "-N",
         ]
         subprocess.run(as_user(init), check=True, stdout=subprocess.DEVNULL)
-        server = Server(folder, data, in_memory=in_memory)
+        server = Server(folder, data, in_memory=in_memory, durable=durable)
         server.start()
         try:
             yield server
