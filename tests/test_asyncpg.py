@@ -62,6 +62,31 @@ async def test_outside_of_a_handler_the_pool_is_nobodys_business(postgres_lab: P
     assert (await running).processed
 
 
+async def test_a_connection_that_the_user_took_is_reset(postgres_lab: PostgresLab) -> None:
+    store = AsyncpgStore(postgres_lab.url, min_size=1, max_size=1)
+    inbox = await postgres_lab.inbox(store=store)
+    assert (await inbox.process(postgres_lab.message(), Recorder(postgres_lab))).processed
+    async with store.pool.acquire() as connection:
+        await connection.execute("SET search_path = pg_catalog; SELECT pg_advisory_lock(77)")
+    assert await store.pool.fetchval("SHOW search_path") != "pg_catalog"
+    assert await postgres_lab.query("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = 77") == []
+
+
+async def test_a_connection_whose_commit_was_refused_is_reset(postgres_lab: PostgresLab) -> None:
+    await postgres_lab.query("CREATE TABLE nodes (id int PRIMARY KEY, above int REFERENCES nodes INITIALLY DEFERRED)")
+    inbox, held = await postgres_lab.inbox(store=AsyncpgStore(postgres_lab.url, min_size=1, max_size=1)), []
+
+    async def locking(message: Message[Any], tx: Any) -> None:
+        held.append(await tx.fetchval("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 77"))
+        if message.id == "bad":
+            await tx.execute("SELECT pg_advisory_lock(77)")
+            await tx.execute("INSERT INTO nodes VALUES (1, 99)")
+
+    outcomes = await inbox.process_many([postgres_lab.message("good"), postgres_lab.message("bad")], locking)
+    assert [outcome.kind.value for outcome in outcomes] == ["processed", "failed"]
+    assert held == [0, 0, 0, 0]
+
+
 async def test_a_task_that_outlives_its_handler_may_use_the_pool(postgres_lab: PostgresLab) -> None:
     inbox, go, tasks = await postgres_lab.inbox(), asyncio.Event(), []
 
