@@ -13,7 +13,7 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from onceward import Inbox, Message, StoreReadOnly, StoreUnavailable, TryLater
+from onceward import Inbox, Message, RetryPolicy, StoreReadOnly, StoreUnavailable, TryLater
 from onceward.asyncpg import AsyncpgStore
 from onceward.errors import UsageError
 from onceward.testing import PostgresLab, Proxy
@@ -70,6 +70,21 @@ async def test_a_connection_that_the_user_took_is_reset(postgres_lab: PostgresLa
         await connection.execute("SET search_path = pg_catalog; SELECT pg_advisory_lock(77)")
     assert await store.pool.fetchval("SHOW search_path") != "pg_catalog"
     assert await postgres_lab.query("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = 77") == []
+
+
+async def test_what_setup_sets_holds_in_every_transaction(postgres_lab: PostgresLab) -> None:
+    async def setup(connection: asyncpg.Connection) -> None:
+        await connection.execute("SET app.region = 'north'")
+
+    store, seen = AsyncpgStore(postgres_lab.url, setup=setup), []
+    inbox = await postgres_lab.inbox(store=store, retry=RetryPolicy(max_attempts=3))
+
+    async def looking(message: Message[Any], tx: Any) -> None:
+        seen.append(await tx.fetchval("SELECT current_setting('app.region', true)"))
+
+    await inbox.process(postgres_lab.message(), looking)
+    await inbox.process(postgres_lab.message(), looking, redelivered=True)  # the start mark is committed before
+    assert seen == ["north", "north"]
 
 
 async def test_a_connection_whose_commit_was_refused_is_reset(postgres_lab: PostgresLab) -> None:

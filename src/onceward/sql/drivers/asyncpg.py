@@ -133,5 +133,6 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
 
     def session_on(self, connection: Any) -> AsyncpgSession:
         # The pool's proxy forgets its connection when that is lost; we still want to ask it.
-        ours = self._given is None and "reset" not in self._options
+        # What `setup` sets must hold for all transactions of a session, so nothing may be reset between them.
+        ours = self._given is None and self._options.keys().isdisjoint({"reset", "setup"})
         return AsyncpgSession(connection._con, self._resets if ours else None)  # noqa: SLF001
