@@ -177,11 +177,12 @@ class Batcher(Generic[Tx]):
         message = batch.call.messages[place]
         if isinstance(error, InvalidMessage):
             self._say(batch, events.Refused, message, error=error)
-        elif isinstance(error, HandlerNotFound):
-            batch.lanes.stop_at(self._intake.lane_of(message), place)
-        elif isinstance(error, UsageError):
+        elif isinstance(error, UsageError) and not isinstance(error, HandlerNotFound):
             raise error
-        return Outcome(Kind.FAILED, error=error)
+        outcome: Outcome[Any] = Outcome(Kind.FAILED, error=error)
+        if comes_again(outcome):
+            batch.lanes.stop_at(self._intake.lane_of(message), place)
+        return outcome
 
     # --- passes ---------------------------------------------------------------------------------------------
 

@@ -500,6 +500,18 @@ class BatchContract:
         assert [outcome.verdict for outcome in outcomes] == [Verdict.ACK, Verdict.REJECT, Verdict.REJECT, Verdict.ACK]
         assert Counter(heard.names()) == {"Processed": 2, "Refused": 2, "Batch": 1}
 
+    async def test_a_message_whose_key_cannot_be_made_is_not_overtaken_in_its_lane(self, lab: Lab) -> None:
+        def key(message: Message[Any]) -> str:
+            if message.id == "bad":
+                raise ValueError("no key")
+            return message.id
+
+        inbox, handler = await lab.inbox(key=key), Recorder(lab)
+        messages = [lab.message(id, stream=stream) for id, stream in (("bad", "s"), ("b", "s"), ("c", "t"))]
+        outcomes = await inbox.process_many(messages, handler)
+        assert [outcome.verdict for outcome in outcomes] == [Verdict.RETRY, Verdict.RETRY, Verdict.ACK]
+        assert handler.runs == ["c"]
+
     async def test_types_in_a_batch_find_their_handlers(self, lab: Lab) -> None:
         router, runs = Router(), list[Any]()
 
