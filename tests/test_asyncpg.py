@@ -13,7 +13,7 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from onceward import Inbox, Message, StoreReadOnly, StoreUnavailable, TryLater
+from onceward import Inbox, Message, RetryPolicy, StoreReadOnly, StoreUnavailable, TryLater
 from onceward.asyncpg import AsyncpgStore
 from onceward.errors import UsageError
 from onceward.testing import PostgresLab, Proxy
@@ -60,6 +60,46 @@ async def test_outside_of_a_handler_the_pool_is_nobodys_business(postgres_lab: P
         assert await inbox.store.pool.fetchval("SELECT 1") == 1  # type: ignore[attr-defined]
     gate.go.set()
     assert (await running).processed
+
+
+async def test_a_connection_that_the_user_took_is_reset(postgres_lab: PostgresLab) -> None:
+    store = AsyncpgStore(postgres_lab.url, min_size=1, max_size=1)
+    inbox = await postgres_lab.inbox(store=store)
+    assert (await inbox.process(postgres_lab.message(), Recorder(postgres_lab))).processed
+    async with store.pool.acquire() as connection:
+        await connection.execute("SET search_path = pg_catalog; SELECT pg_advisory_lock(77)")
+    assert await store.pool.fetchval("SHOW search_path") != "pg_catalog"
+    assert await postgres_lab.query("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = 77") == []
+
+
+async def test_what_setup_sets_holds_in_every_transaction(postgres_lab: PostgresLab) -> None:
+    async def setup(connection: asyncpg.Connection) -> None:
+        await connection.execute("SET app.region = 'north'")
+
+    store, seen = AsyncpgStore(postgres_lab.url, setup=setup), []
+    inbox = await postgres_lab.inbox(store=store, retry=RetryPolicy(max_attempts=3))
+
+    async def looking(message: Message[Any], tx: Any) -> None:
+        seen.append(await tx.fetchval("SELECT current_setting('app.region', true)"))
+
+    await inbox.process(postgres_lab.message(), looking)
+    await inbox.process(postgres_lab.message(), looking, redelivered=True)  # the start mark is committed before
+    assert seen == ["north", "north"]
+
+
+async def test_a_connection_whose_commit_was_refused_is_reset(postgres_lab: PostgresLab) -> None:
+    await postgres_lab.query("CREATE TABLE nodes (id int PRIMARY KEY, above int REFERENCES nodes INITIALLY DEFERRED)")
+    inbox, held = await postgres_lab.inbox(store=AsyncpgStore(postgres_lab.url, min_size=1, max_size=1)), []
+
+    async def locking(message: Message[Any], tx: Any) -> None:
+        held.append(await tx.fetchval("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 77"))
+        if message.id == "bad":
+            await tx.execute("SELECT pg_advisory_lock(77)")
+            await tx.execute("INSERT INTO nodes VALUES (1, 99)")
+
+    outcomes = await inbox.process_many([postgres_lab.message("good"), postgres_lab.message("bad")], locking)
+    assert [outcome.kind.value for outcome in outcomes] == ["processed", "failed"]
+    assert held == [0, 0, 0, 0]
 
 
 async def test_a_task_that_outlives_its_handler_may_use_the_pool(postgres_lab: PostgresLab) -> None:

@@ -124,6 +124,46 @@ async def test_a_deferred_constraint_fails_the_one_that_broke_it(sqlite_lab: Sql
     assert (record.state, record.attempts) == ("failed", 1)
 
 
+@pytest.mark.parametrize("again", ["process", "process_many", "process_many with others"])
+async def test_a_duplicate_of_what_is_not_committed_is_not_acknowledged(sqlite_lab: SqliteLab, again: str) -> None:
+    await sqlite_lab.query("CREATE TABLE parents (id INTEGER PRIMARY KEY)")
+    await sqlite_lab.query("CREATE TABLE children (parent INTEGER REFERENCES parents DEFERRABLE INITIALLY DEFERRED)")
+    inbox, handler, opening = await sqlite_lab.inbox(), Recorder(sqlite_lab), Gate(sqlite_lab)
+    message, writing, orphan = sqlite_lab.message("m"), asyncio.Event(), asyncio.Event()
+
+    async def refused(message: Message[Any], tx: Any) -> None:
+        writing.set()
+        await orphan.wait()
+        await tx.execute("INSERT INTO children VALUES (7)")
+
+    async def deliver() -> list[Any]:
+        if again == "process":
+            return [await inbox.process(message, handler)]
+        others = [sqlite_lab.message("n"), sqlite_lab.message("o")] if "others" in again else []
+        return await inbox.process_many([message, *others, message], handler)
+
+    opened = asyncio.ensure_future(inbox.process(sqlite_lab.message("a"), opening))
+    await opening.started.wait()
+    first = asyncio.ensure_future(inbox.process(message, handler))
+    await asyncio.sleep(0)
+    neighbour = asyncio.ensure_future(inbox.process(sqlite_lab.message("b"), refused))
+    await asyncio.sleep(0)
+    opening.go.set()
+    await writing.wait()  # the first has written, and waits for the COMMIT of its group
+    first.cancel()
+    await asyncio.wait([first])
+    second = asyncio.ensure_future(deliver())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    orphan.set()
+    with pytest.raises(sqlite3.IntegrityError):
+        await neighbour
+    await opened
+    assert {outcome.kind.value for outcome in await second} <= {"processed", "duplicate"}
+    assert (await sqlite_lab.effects()).count("m") == 1
+    assert (await inbox.process(message, handler)).duplicate
+
+
 async def test_a_statement_that_rolls_everything_back_harms_only_its_own_message(sqlite_lab: SqliteLab) -> None:
     await sqlite_lab.query("CREATE TABLE single (x INTEGER UNIQUE)")
     await sqlite_lab.query("INSERT INTO single VALUES (1)")

@@ -177,11 +177,12 @@ class Batcher(Generic[Tx]):
         message = batch.call.messages[place]
         if isinstance(error, InvalidMessage):
             self._say(batch, events.Refused, message, error=error)
-        elif isinstance(error, HandlerNotFound):
-            batch.lanes.stop_at(self._intake.lane_of(message), place)
-        elif isinstance(error, UsageError):
+        elif isinstance(error, UsageError) and not isinstance(error, HandlerNotFound):
             raise error
-        return Outcome(Kind.FAILED, error=error)
+        outcome: Outcome[Any] = Outcome(Kind.FAILED, error=error)
+        if comes_again(outcome):
+            batch.lanes.stop_at(self._intake.lane_of(message), place)
+        return outcome
 
     # --- passes ---------------------------------------------------------------------------------------------
 
@@ -282,6 +283,7 @@ class Batcher(Generic[Tx]):
                 left = await self._together(part, batch)
             except Conflict as conflict:
                 conflicts += 1
+                _unsettle(part)
                 if conflicts < CONFLICTS:
                     todo.append(part)
                     for slot in part:
@@ -291,6 +293,7 @@ class Batcher(Generic[Tx]):
                     text = f"the database asked {conflicts} times to run the transaction again"
                     _give_up(part, lanes, busy(TryLater(reason="store_busy", text=text)), conflict.__cause__)
             except TryLater as later:
+                _unsettle(part)
                 _give_up(part, lanes, busy(later))
             except HookFailed as failed:
                 _give_up(part, lanes, Outcome(Kind.FAILED, error=failed.__cause__))
@@ -359,6 +362,13 @@ def _told_apart(begin: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Await
             raise HookFailed from error
 
     return wrapped
+
+
+def _unsettle(part: list[Slot]) -> None:
+    """On SQLite a duplicate may be told from what a neighbour wrote and then could not commit."""
+    for slot in part:
+        if slot.outcome is not None and not comes_again(slot.outcome):
+            slot.outcome = slot.done = None
 
 
 def _give_up(part: list[Slot], lanes: Lanes, outcome: Outcome[Any], cause: BaseException | None = None) -> None:

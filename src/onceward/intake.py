@@ -194,8 +194,10 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
         return registered.key if registered and registered.key else self.key
 
     def lane_of(self, message: Message[Any]) -> tuple[str, str] | None:
-        """The lane of a message that nobody handles, as far as it can be known."""
+        """The lane of a message that did not become work, as far as it can be known."""
         with suppress(Exception):
+            if self.lane is lanes.by_stream:  # known also where the key is not
+                return None if message.stream is None else (self.tenant(message), message.stream)
             identity = self.identity_of(message)
             lane = self.lane(message, identity.key)
             return None if lane is None else (identity.tenant, lane)

@@ -332,12 +332,9 @@ class Segment:
     async def _undo(self, error: BaseException, culprits: list[Slot] | None) -> list[list[Slot]]:
         """Nothing stands, or it is repaired; what is left to be done."""
         unit = self._unit
-        stood = unit.stands
-        ended = await unit.ended()
-        await unit.rollback()
-        if ended or isinstance(error, HandlerEndedTransaction):
-            # A handler that ended the transaction and began another is only found out later: it may be any of them.
-            parts = await finish(self._repair(error, None if stood and ended else culprits))
+        # Not to be cancelled before the repair: claims of what has not run may stand.
+        parts = await finish(self._roll_back(error, culprits))
+        if parts is not None:
             if not isinstance(error, Exception):
                 raise error
             return parts
@@ -348,6 +345,16 @@ class Segment:
         if unit.is_conflict(error):
             raise Conflict from error
         return self._parts(culprits)
+
+    async def _roll_back(self, error: BaseException, culprits: list[Slot] | None) -> list[list[Slot]] | None:
+        """What is left after a repair; None where nothing had to be repaired."""
+        stood = self._unit.stands
+        ended = await self._unit.ended()
+        await self._unit.rollback()
+        if not ended and not isinstance(error, HandlerEndedTransaction):
+            return None
+        # A handler that ended the transaction and began another is only found out later: it may be any of them.
+        return await self._repair(error, None if stood and ended else culprits)
 
     async def _repair(self, error: BaseException, culprits: list[Slot] | None) -> list[list[Slot]]:
         """A handler ended the transaction. If it was with COMMIT, all claims stand, also of what has not run."""

@@ -70,7 +70,12 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
         self._connection.terminate()
 
     def _ending(self) -> str:
-        return "COMMIT" if self._resets is None else self._resets.riding_with_commit(self._connection)
+        return "COMMIT" if self._resets is None else f"COMMIT; {self._connection.get_reset_query()}"
+
+    async def _commit(self) -> None:
+        await super()._commit()
+        if self._resets is not None:  # not when COMMIT was refused: then the trip has ended before the reset
+            self._resets.rode_with_commit(self._connection)
 
     def _finish(self, work: Coroutine[Any, Any, None]) -> Awaitable[None]:
         return finish_here(work)  # asyncpg's own timeouts are timers, not cancellations
@@ -85,13 +90,14 @@ class Resets:
     def used(self, connection: asyncpg.Connection) -> None:
         self._done.discard(connection)
 
-    def riding_with_commit(self, connection: asyncpg.Connection) -> str:
+    def rode_with_commit(self, connection: asyncpg.Connection) -> None:
         self._done.add(connection)
-        return f"COMMIT; {connection.get_reset_query()}"
 
     async def reset(self, connection: asyncpg.Connection) -> None:
-        """For the pool: only where nothing was committed last."""
-        if connection not in self._done:
+        """For the pool: only where nothing was committed last. Whoever has the connection next may be the user."""
+        if connection in self._done:
+            self._done.discard(connection)
+        else:
             await connection.execute(connection.get_reset_query())
 
 
@@ -127,5 +133,6 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
 
     def session_on(self, connection: Any) -> AsyncpgSession:
         # The pool's proxy forgets its connection when that is lost; we still want to ask it.
-        ours = self._given is None and "reset" not in self._options
+        # What `setup` sets must hold for all transactions of a session, so nothing may be reset between them.
+        ours = self._given is None and self._options.keys().isdisjoint({"reset", "setup"})
         return AsyncpgSession(connection._con, self._resets if ours else None)  # noqa: SLF001

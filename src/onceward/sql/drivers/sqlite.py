@@ -14,13 +14,14 @@ from typing import Any, NoReturn, Self, cast
 from onceward.errors import (
     HandlerEndedTransaction,
     OncewardError,
+    PayloadMismatch,
     SchemaMissing,
     StoreUnavailable,
     UsageError,
 )
 from onceward.shield import finish
 from onceward.sql import dialect
-from onceward.sql.drivers.sqlite_writer import Turn, Writer, connect, primary_code, raise_translated
+from onceward.sql.drivers.sqlite_writer import Group, Turn, Writer, connect, primary_code, raise_translated
 from onceward.sql.plan import Result, Statement
 from onceward.store import Conflict, Features
 
@@ -106,6 +107,8 @@ class SqliteSession:
         self._turn: Turn | None = None
         self._tx: Transaction | None = None
         self._ended = False
+        self._leans_on: Group | None = None
+        """Whose writes it saw before they were committed, until it commits with them."""
         self._savepoint = f"onceward_{writer.secret}"
         self.lost = False
 
@@ -158,6 +161,7 @@ class SqliteSession:
         if self._turn is None:
             self._turn = await self._writer.take(self._wait)
         self._ended = self.lost = False
+        self._leans_on = self._writer.uncommitted()
         self._tx = Transaction(self._handler_execute)
         self._raw(f"SAVEPOINT {self._savepoint}")
         return await self.execute(first) if first is not None else Result((), 0)
@@ -199,7 +203,7 @@ class SqliteSession:
                 f"{self._writer.path} ended the transaction: the disk is full, or the store was closed"
             )
         self._raw(f"RELEASE {self._savepoint}")
-        self._tx = None
+        self._tx = self._leans_on = None
         group = self._writer.join_group()
         self._give_turn()
         await self._writer.wait_for(group)
@@ -225,9 +229,15 @@ class SqliteSession:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_error: object) -> None:
+    async def __aexit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         await self.rollback()
         self._give_turn()
+        if self._leans_on is not None and (error is None or isinstance(error, PayloadMismatch)):
+            # "Duplicate" is an answer only once what it was told from is committed.
+            try:
+                await self._writer.wait_for(self._leans_on)
+            except sqlite3.IntegrityError as refused:
+                raise Conflict("a neighbour's commit was refused") from refused
 
     def is_conflict(self, error: BaseException) -> bool:
         return isinstance(error, Conflict)

@@ -325,6 +325,10 @@ class Writer:
         self._group.size += 1
         return self._group
 
+    def uncommitted(self) -> Group | None:
+        """The open group, if units that are not committed yet have written in it."""
+        return self._group if self._group is not None and self._group.size else None
+
     async def wait_for(self, group: Group) -> None:
         """Until the group is committed. A cancellation is heard at once while neighbours still work, and after the
         COMMIT once that has begun; the effect stands either way, and the next delivery is a duplicate."""

@@ -500,6 +500,18 @@ class BatchContract:
         assert [outcome.verdict for outcome in outcomes] == [Verdict.ACK, Verdict.REJECT, Verdict.REJECT, Verdict.ACK]
         assert Counter(heard.names()) == {"Processed": 2, "Refused": 2, "Batch": 1}
 
+    async def test_a_message_whose_key_cannot_be_made_is_not_overtaken_in_its_lane(self, lab: Lab) -> None:
+        def key(message: Message[Any]) -> str:
+            if message.id == "bad":
+                raise ValueError("no key")
+            return message.id
+
+        inbox, handler = await lab.inbox(key=key), Recorder(lab)
+        messages = [lab.message(name, stream=stream) for name, stream in (("bad", "s"), ("b", "s"), ("c", "t"))]
+        outcomes = await inbox.process_many(messages, handler)
+        assert [outcome.verdict for outcome in outcomes] == [Verdict.RETRY, Verdict.RETRY, Verdict.ACK]
+        assert handler.runs == ["c"]
+
     async def test_types_in_a_batch_find_their_handlers(self, lab: Lab) -> None:
         router, runs = Router(), list[Any]()
 
@@ -745,6 +757,30 @@ class BatchContract:
                 assert states[number] in ((State.DEAD, 0), (State.DEAD, 1))
         if ending != "COMMIT; BEGIN":
             assert Counter(kinds(outcomes)) == {"processed": 6, "failed": 1, "busy": 1}
+
+    @pytest.mark.parametrize("pause", [0.0, 0.001, 0.002])
+    async def test_a_batch_cancelled_twice_after_a_handler_committed_is_repaired(self, lab: Lab, pause: float) -> None:
+        needs(lab, "multiple_statements")
+        inbox, committed = await lab.inbox(), asyncio.Event()
+
+        async def committing(message: Message[Any], tx: Any) -> None:
+            await lab.write(tx, message.id)
+            if message.id == "b":
+                await lab.run(tx, "COMMIT; BEGIN")
+                committed.set()
+                await asyncio.sleep(10)
+
+        messages = [lab.message(name) for name in "abcd"]
+        running = asyncio.ensure_future(inbox.process_many(messages, committing))
+        await committed.wait()
+        running.cancel()
+        await asyncio.sleep(pause)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        outcomes = await inbox.process_many(messages, Recorder(lab))
+        assert [outcome.kind.value for outcome in outcomes[2:]] == ["processed", "processed"]
+        assert await lab.effects() == ["a", "b", "c", "d"]
 
     async def test_a_cancelled_batch_leaves_nothing(self, lab: Lab) -> None:
         inbox, handler = await lab.inbox(), Recorder(lab)
