@@ -596,3 +596,26 @@ async def test_an_engine_cannot_be_given_options(sqlite_lab: SqliteLab) -> None:
     with pytest.raises(UsageError, match="pool_size"):
         SqlAlchemyStore(engine, pool_size=3)
     await engine.dispose()
+
+
+async def test_what_runs_beside_a_session_is_not_undone_with_it(shop: Shop) -> None:
+    """Two tasks of a handler at once are a mistake; a write that is lost in silence would be a worse one."""
+
+    async def gives_up(what: str) -> None:
+        async with shop.Session() as session:
+            session.add(Effect(what=what))
+            await session.flush()
+
+    async def on_paid(message: Message[Any], tx: AsyncSession) -> None:
+        connection = await tx.connection()
+        other = asyncio.ensure_future(gives_up(f"given up {message.id}"))
+        for _ in range(int(message.id)):
+            await asyncio.sleep(0)
+        await asyncio.gather(other, connection.execute(insert(Effect).values(what=message.id)))
+
+    for turn in range(6):
+        message = Message(id=str(turn), type="order.paid", payload=None)
+        with contextlib.suppress(UsageError):
+            await shop.inbox.process(message, on_paid)
+        there = message.id in await shop.effects()
+        assert there == await is_processed(shop, message), turn

@@ -64,8 +64,12 @@ class Ledger:
 
     def make(self, owner: str) -> Frame:
         frame = Frame(owner, len(self._writers))
-        self._execute(f"SAVEPOINT {frame.name}")
-        self._frames.append(frame)
+        self._frames.append(frame)  # before it is sent: what another task sends meanwhile comes after it
+        try:
+            self._execute(f"SAVEPOINT {frame.name}")
+        except BaseException:
+            self._frames.remove(frame)
+            raise
         return frame
 
     def keep(self, frame: Frame) -> None:
@@ -84,8 +88,8 @@ class Ledger:
             )
             raise UsageError(self._broken)
         if not of_others:
-            self._execute(f"ROLLBACK TO {frame.name}")
             del self._writers[frame.began :]
+            self._execute(f"ROLLBACK TO {frame.name}")
             for above in self._frames[self._frames.index(frame) + 1 :]:  # those went too; they had written nothing
                 self._execute(f"SAVEPOINT {above.name}")
                 above.began = frame.began
