@@ -619,3 +619,20 @@ async def test_what_runs_beside_a_session_is_not_undone_with_it(shop: Shop) -> N
             await shop.inbox.process(message, on_paid)
         there = message.id in await shop.effects()
         assert there == await is_processed(shop, message), turn
+
+
+async def test_a_session_that_cannot_be_undone_alone_is_a_failed_attempt(shop: Shop) -> None:
+    """Counted, or a message that always does so would come again for ever."""
+
+    async def on_paid(message: Message[Any]) -> None:
+        async with shop.Session() as outer:
+            outer.add(Effect(what="outer"))
+            await outer.flush()
+            await shop.save("inner")
+
+    message = shop.lab.message()
+    with pytest.raises(UsageError, match="cannot be undone without theirs"):
+        await shop.inbox.process(message, on_paid)
+    record = await shop.inbox.get_record(message)
+    assert record is not None
+    assert (record.state, record.attempts) == (State.FAILED, 1)

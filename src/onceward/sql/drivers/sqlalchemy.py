@@ -23,7 +23,7 @@ from onceward.errors import CommitNotApplied, HandlerEndedTransaction, StoreUnav
 from onceward.shield import finish
 from onceward.sql.drivers.pool_watch import PoolWatch, noticed
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession
-from onceward.sql.drivers.sqlalchemy_shared import check_shared, shared_by
+from onceward.sql.drivers.sqlalchemy_shared import check_shared, ledger_of, shared_by
 from onceward.sql.plan import Result, Statement
 
 _log = logging.getLogger("onceward")
@@ -90,6 +90,9 @@ class OrmTransaction:
 
     async def _leave(self) -> None:
         session, root, self._session, self._root = self._session, self._root, None, None
+        ledger = ledger_of(self.connection)
+        if ledger is not None:
+            ledger.ended()
         if session is not None:
             await _told(session.close())
         if root is not None and root.is_active:

@@ -73,11 +73,13 @@ class Ledger:
         return frame
 
     def keep(self, frame: Frame) -> None:
+        if frame not in self._frames:
+            raise UsageError("what this session wrote is gone: the transaction that it was part of has ended")
         frame.open = False
         self._release()
 
     def undo(self, frame: Frame) -> None:
-        if not frame.open:
+        if not frame.open or frame not in self._frames:
             return
         since = self._writers[frame.began :]
         of_others = any(writer != frame.owner for writer in since)
@@ -111,6 +113,11 @@ class Ledger:
         """What was around all of this has been rolled back."""
         frames, self._broken = mark
         del self._frames[frames:]
+
+    def ended(self) -> None:
+        """The whole transaction has, one way or the other."""
+        self.undone_to((0, ""))
+        self._writers.clear()
 
     def check(self) -> None:
         """Whether what is there now may be committed."""
