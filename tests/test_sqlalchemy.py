@@ -636,3 +636,17 @@ async def test_a_session_that_cannot_be_undone_alone_is_a_failed_attempt(shop: S
     record = await shop.inbox.get_record(message)
     assert record is not None
     assert (record.state, record.attempts) == (State.FAILED, 1)
+
+
+async def test_a_session_that_locks_what_it_reads_has_written_nothing(shop: Shop) -> None:
+    if shop.engine.dialect.name == "sqlite":
+        pytest.skip("SQLite has no FOR UPDATE")
+
+    async def on_paid(message: Message[Any]) -> None:
+        async with shop.Session() as outer:
+            await outer.execute(select(Effect).with_for_update())
+            await outer.execute(select(Effect).with_for_update(key_share=True))
+            await shop.save("inner")
+
+    assert (await shop.inbox.process(shop.lab.message(), on_paid)).processed
+    assert await shop.effects() == ["inner"]

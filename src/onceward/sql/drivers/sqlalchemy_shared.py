@@ -21,7 +21,7 @@ from onceward.errors import UsageError
 from onceward.sql.drivers.pool_watch import Hold
 
 _READS = re.compile(r"\s*(SELECT|WITH|VALUES|SHOW|EXPLAIN|PRAGMA|SAVEPOINT|RELEASE|ROLLBACK TO)\b", re.IGNORECASE)
-_WRITES = re.compile(r"\b(INSERT|UPDATE|DELETE|MERGE|INTO)\b", re.IGNORECASE)
+_WRITES = re.compile(r"\b(INSERT|(?<!FOR )(?<!NO KEY )UPDATE|DELETE|MERGE|INTO)\b", re.IGNORECASE)
 
 
 class Frame:
