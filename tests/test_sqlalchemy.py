@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import (
     async_sessionmaker,
     create_async_engine,
 )
-from sqlalchemy.orm import declarative_base
+from sqlalchemy.orm import Session, declarative_base
 
 from onceward import Inbox, Kind, Message, State
 from onceward.errors import CommitNotApplied, HandlerEndedTransaction, UsageError
@@ -650,3 +650,26 @@ async def test_a_session_that_locks_what_it_reads_has_written_nothing(shop: Shop
 
     assert (await shop.inbox.process(shop.lab.message(), on_paid)).processed
     assert await shop.effects() == ["inner"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_before_commit_listeners_do_is_part_of_the_transaction(shop: Shop, fails: bool) -> None:
+    class Audited(Session):
+        pass
+
+    @event.listens_for(Audited, "before_commit")
+    def audit(session: Session) -> None:
+        session.add(Effect(what="audit"))
+        if fails:
+            raise ValueError("the listener refuses")
+
+    async def on_paid(message: Message[Any], tx: AsyncSession) -> None:
+        tx.add(Effect(what="handler"))
+
+    maker = async_sessionmaker(shop.engine, sync_session_class=Audited)
+    message = shop.lab.message()
+    async with Inbox(SqlAlchemyStore(maker), consumer="audited") as inbox:
+        with pytest.raises(ValueError, match="refuses") if fails else contextlib.nullcontext():
+            await inbox.process(message, on_paid)
+        assert await inbox.is_processed(message) is not fails
+    assert await shop.effects() == ([] if fails else ["audit", "handler"])

@@ -18,6 +18,7 @@ from typing import Any
 import sqlalchemy.exc
 from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
 
 from onceward.errors import CommitNotApplied, HandlerEndedTransaction, StoreUnavailable, UsageError
 from onceward.shield import finish
@@ -64,7 +65,7 @@ class OrmTransaction:
         if session is not None:
             if not session.is_active:
                 raise CommitNotApplied("a flush failed inside the handler, and the error was swallowed")
-            await session.flush()
+            await session.run_sync(_prepare)
             if not self._root.is_active:
                 raise HandlerEndedTransaction(
                     "the handler called rollback() on its session and returned. Nothing it wrote stands. Let the error "
@@ -97,6 +98,15 @@ class OrmTransaction:
             await _told(session.close())
         if root is not None and root.is_active:
             await _told(root.close())
+
+
+def _prepare(session: Session) -> None:
+    """The first half of its commit(): `before_commit` listeners, and flushes. What they write is part of ours."""
+    try:
+        transaction = session.get_transaction() or session.begin()
+    except sqlalchemy.exc.InvalidRequestError:  # the handler has closed it
+        return
+    transaction._prepare_impl()  # noqa: SLF001 - prepare() is for two-phase commits only
 
 
 async def _told(step: Any) -> None:
