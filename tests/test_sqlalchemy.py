@@ -673,3 +673,27 @@ async def test_what_before_commit_listeners_do_is_part_of_the_transaction(shop: 
             await inbox.process(message, on_paid)
         assert await inbox.is_processed(message) is not fails
     assert await shop.effects() == ([] if fails else ["audit", "handler"])
+
+
+@pytest.mark.parametrize("how", ["binds", "get_bind"])
+async def test_a_session_that_goes_elsewhere_is_refused(shop: Shop, how: str) -> None:
+    """What it wrote there would be committed before the message, or after it, and not with it."""
+    other = create_async_engine(shop.engine.url)
+
+    class Routed(Session):
+        def get_bind(self, *_: Any, **__: Any) -> Any:
+            return other.sync_engine
+
+    options: dict[str, Any] = {"binds": {Effect: other}} if how == "binds" else {"sync_session_class": Routed}
+
+    async def on_paid(message: Message[Any], tx: AsyncSession) -> None:
+        tx.add(Effect(what="elsewhere"))
+        await tx.commit()
+
+    message = shop.lab.message()
+    async with Inbox(SqlAlchemyStore(async_sessionmaker(shop.engine, **options)), consumer="routed") as inbox:
+        with pytest.raises(UsageError, match="another connection"):
+            await inbox.process(message, on_paid)
+        assert not await inbox.is_processed(message)
+    assert await shop.effects() == []
+    await other.dispose()

@@ -48,8 +48,16 @@ class OrmTransaction:
             self._session = self.make_session(
                 bind=self.connection, join_transaction_mode="rollback_only", close_resets_only=False
             )
+            event.listen(self._session.sync_session, "after_begin", self._check_connection)
             shared_by(self.connection, self._session)
         return self._session
+
+    def _check_connection(self, _session: Any, _transaction: Any, connection: Any) -> None:
+        if connection is not self.connection.sync_connection:
+            raise UsageError(
+                "the handler's session goes to another connection than the inbox's, because of binds= or get_bind() of "
+                "your sessionmaker. Give the inbox a sessionmaker without them; other databases need their own sessions."
+            )
 
     @property
     def stands(self) -> bool:
