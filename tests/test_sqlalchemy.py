@@ -697,3 +697,31 @@ async def test_a_session_that_goes_elsewhere_is_refused(shop: Shop, how: str) ->
         assert not await inbox.is_processed(message)
     assert await shop.effects() == []
     await other.dispose()
+
+
+@pytest.mark.parametrize("how", ["process", "claim"])
+async def test_a_cancellation_leaves_the_busy_timeout_of_the_engine_alone(sqlite_lab: SqliteLab, how: str) -> None:
+    engine = create_async_engine(f"sqlite+aiosqlite:///{sqlite_lab.path}")
+    sessions = async_sessionmaker(engine)
+
+    async def handler(message: Message[Any]) -> None:
+        pass
+
+    async with Inbox(SqlAlchemyStore(engine), consumer="billing") as inbox:
+
+        async def deliver() -> None:
+            if how == "process":
+                await inbox.process(sqlite_lab.message(), handler)
+                return
+            async with sessions() as session, session.begin(), inbox.claim(sqlite_lab.message(), tx=session):
+                pass
+
+        for turn in range(60):
+            task = asyncio.ensure_future(deliver())
+            for _ in range(turn):
+                await asyncio.sleep(0.0002 if turn % 2 else 0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            async with engine.connect() as connection:
+                assert (await connection.execute(text("PRAGMA busy_timeout"))).scalar() == 5000
+    await engine.dispose()

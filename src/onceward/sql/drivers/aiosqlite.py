@@ -52,8 +52,8 @@ class AiosqliteSession:
             self._savepoint = f"onceward_{token_hex(8)}"
             # Another process is waited for in the thread, as long as we are asked to and not as the engine is set.
             (patience,) = await (await self._send("PRAGMA busy_timeout")).fetchone()
-            await self._send(f"PRAGMA busy_timeout = {int(self._wait * 1000)}")
             try:
+                await self._send(f"PRAGMA busy_timeout = {int(self._wait * 1000)}")
                 await self._send("BEGIN IMMEDIATE")
             finally:
                 await finish(self._raw.execute(f"PRAGMA busy_timeout = {patience}"))
