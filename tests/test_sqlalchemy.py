@@ -725,3 +725,34 @@ async def test_a_cancellation_leaves_the_busy_timeout_of_the_engine_alone(sqlite
             async with engine.connect() as connection:
                 assert (await connection.execute(text("PRAGMA busy_timeout"))).scalar() == 5000
     await engine.dispose()
+
+
+@pytest.mark.parametrize("begin", ["BEGIN", "BEGIN IMMEDIATE"])
+async def test_an_engine_whose_listener_begins_works(sqlite_lab: SqliteLab, begin: str) -> None:
+    """As SQLAlchemy's own pages say how to get real transactions from Python's sqlite3."""
+    engine = create_async_engine(f"sqlite+aiosqlite:///{sqlite_lab.path}")
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def leave_it_to_us(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None
+
+    @event.listens_for(engine.sync_engine, "begin")
+    def do_begin(connection: Any) -> None:
+        connection.exec_driver_sql(begin)
+
+    async def on_paid(message: Message[Any], tx: AsyncSession) -> None:
+        tx.add(Effect(what=message.id))
+        await tx.flush()
+        if message.payload:
+            raise ValueError("no")
+
+    async with Inbox(SqlAlchemyStore(engine), consumer="billing") as inbox:
+        for kind in (Kind.PROCESSED, Kind.DUPLICATE):
+            assert (await inbox.process(Message(id="a", type="order.paid", payload=None), on_paid)).kind is kind
+        with pytest.raises(ValueError, match="no"):
+            await inbox.process(Message(id="b", type="order.paid", payload=True), on_paid)
+        async with async_sessionmaker(engine)() as session, session.begin():
+            async with inbox.claim(Message(id="c", type="order.paid", payload=None), tx=session):
+                session.add(Effect(what="c"))
+    assert await sqlite_lab.effects() == ["a", "c"]
+    await engine.dispose()

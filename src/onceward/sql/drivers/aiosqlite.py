@@ -116,6 +116,18 @@ class SqlAlchemySqliteSession(OrmTransaction, AiosqliteSession):
         self.connection = borrowed.connection
         self.make_session = make_session
 
+    async def begin(self, first: Statement | None = None) -> Result:
+        """SQLAlchemy first: on SQLite people have listeners that send a BEGIN, and ours has to be the one that counts."""
+        try:
+            self._root = await self.connection.begin()
+        except sqlalchemy.exc.DBAPIError as error:
+            if isinstance(error.orig, sqlite3.Error):
+                raise_for(error.orig, self._path)
+            raise
+        if self._raw.in_transaction:
+            await self._rollback()
+        return await AiosqliteSession.begin(self, first)
+
 
 class SqlAlchemySqliteDriver:
     """One writer at a time in this process; other processes are waited for by SQLite's own busy timeout."""
