@@ -751,8 +751,8 @@ async def test_an_engine_whose_listener_begins_works(sqlite_lab: SqliteLab, begi
             assert (await inbox.process(Message(id="a", type="order.paid", payload=None), on_paid)).kind is kind
         with pytest.raises(ValueError, match="no"):
             await inbox.process(Message(id="b", type="order.paid", payload=True), on_paid)
-        async with async_sessionmaker(engine)() as session, session.begin():
-            async with inbox.claim(Message(id="c", type="order.paid", payload=None), tx=session):
-                session.add(Effect(what="c"))
+        claimed = Message(id="c", type="order.paid", payload=None)
+        async with async_sessionmaker(engine)() as session, session.begin(), inbox.claim(claimed, tx=session):
+            session.add(Effect(what="c"))
     assert await sqlite_lab.effects() == ["a", "c"]
     await engine.dispose()

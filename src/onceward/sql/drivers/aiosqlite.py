@@ -117,7 +117,7 @@ class SqlAlchemySqliteSession(OrmTransaction, AiosqliteSession):
         self.make_session = make_session
 
     async def begin(self, first: Statement | None = None) -> Result:
-        """SQLAlchemy first: on SQLite people have listeners that send a BEGIN, and ours has to be the one that counts."""
+        """SQLAlchemy first: on SQLite people have listeners that send a BEGIN, and ours is the one that counts."""
         try:
             self._root = await self.connection.begin()
         except sqlalchemy.exc.DBAPIError as error:

@@ -56,7 +56,7 @@ class OrmTransaction:
         if connection is not self.connection.sync_connection:
             raise UsageError(
                 "the handler's session goes to another connection than the inbox's, because of binds= or get_bind() of "
-                "your sessionmaker. Give the inbox a sessionmaker without them; other databases need their own sessions."
+                "your sessionmaker. Give the inbox one without them; other databases need sessions of their own."
             )
 
     @property
