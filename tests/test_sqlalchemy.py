@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import (
     async_sessionmaker,
     create_async_engine,
 )
-from sqlalchemy.orm import declarative_base
+from sqlalchemy.orm import Session, declarative_base
 
 from onceward import Inbox, Kind, Message, State
 from onceward.errors import CommitNotApplied, HandlerEndedTransaction, UsageError
@@ -595,4 +595,164 @@ async def test_an_engine_cannot_be_given_options(sqlite_lab: SqliteLab) -> None:
     engine = create_async_engine(f"sqlite+aiosqlite:///{sqlite_lab.path}")
     with pytest.raises(UsageError, match="pool_size"):
         SqlAlchemyStore(engine, pool_size=3)
+    await engine.dispose()
+
+
+async def test_what_runs_beside_a_session_is_not_undone_with_it(shop: Shop) -> None:
+    """Two tasks of a handler at once are a mistake; a write that is lost in silence would be a worse one."""
+
+    async def gives_up(what: str) -> None:
+        async with shop.Session() as session:
+            session.add(Effect(what=what))
+            await session.flush()
+
+    async def on_paid(message: Message[Any], tx: AsyncSession) -> None:
+        connection = await tx.connection()
+        other = asyncio.ensure_future(gives_up(f"given up {message.id}"))
+        for _ in range(int(message.id)):
+            await asyncio.sleep(0)
+        await asyncio.gather(other, connection.execute(insert(Effect).values(what=message.id)))
+
+    for turn in range(6):
+        message = Message(id=str(turn), type="order.paid", payload=None)
+        with contextlib.suppress(UsageError):
+            await shop.inbox.process(message, on_paid)
+        there = message.id in await shop.effects()
+        assert there == await is_processed(shop, message), turn
+
+
+async def test_a_session_that_cannot_be_undone_alone_is_a_failed_attempt(shop: Shop) -> None:
+    """Counted, or a message that always does so would come again for ever."""
+
+    async def on_paid(message: Message[Any]) -> None:
+        async with shop.Session() as outer:
+            outer.add(Effect(what="outer"))
+            await outer.flush()
+            await shop.save("inner")
+
+    message = shop.lab.message()
+    with pytest.raises(UsageError, match="cannot be undone without theirs"):
+        await shop.inbox.process(message, on_paid)
+    record = await shop.inbox.get_record(message)
+    assert record is not None
+    assert (record.state, record.attempts) == (State.FAILED, 1)
+
+
+async def test_a_session_that_locks_what_it_reads_has_written_nothing(shop: Shop) -> None:
+    if shop.engine.dialect.name == "sqlite":
+        pytest.skip("SQLite has no FOR UPDATE")
+
+    async def on_paid(message: Message[Any]) -> None:
+        async with shop.Session() as outer:
+            await outer.execute(select(Effect).with_for_update())
+            await outer.execute(select(Effect).with_for_update(key_share=True))
+            await shop.save("inner")
+
+    assert (await shop.inbox.process(shop.lab.message(), on_paid)).processed
+    assert await shop.effects() == ["inner"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_before_commit_listeners_do_is_part_of_the_transaction(shop: Shop, fails: bool) -> None:
+    class Audited(Session):
+        pass
+
+    @event.listens_for(Audited, "before_commit")
+    def audit(session: Session) -> None:
+        session.add(Effect(what="audit"))
+        if fails:
+            raise ValueError("the listener refuses")
+
+    async def on_paid(message: Message[Any], tx: AsyncSession) -> None:
+        tx.add(Effect(what="handler"))
+
+    maker = async_sessionmaker(shop.engine, sync_session_class=Audited)
+    message = shop.lab.message()
+    async with Inbox(SqlAlchemyStore(maker), consumer="audited") as inbox:
+        with pytest.raises(ValueError, match="refuses") if fails else contextlib.nullcontext():
+            await inbox.process(message, on_paid)
+        assert await inbox.is_processed(message) is not fails
+    assert await shop.effects() == ([] if fails else ["audit", "handler"])
+
+
+@pytest.mark.parametrize("how", ["binds", "get_bind"])
+async def test_a_session_that_goes_elsewhere_is_refused(shop: Shop, how: str) -> None:
+    """What it wrote there would be committed before the message, or after it, and not with it."""
+    other = create_async_engine(shop.engine.url)
+
+    class Routed(Session):
+        def get_bind(self, *_: Any, **__: Any) -> Any:
+            return other.sync_engine
+
+    options: dict[str, Any] = {"binds": {Effect: other}} if how == "binds" else {"sync_session_class": Routed}
+
+    async def on_paid(message: Message[Any], tx: AsyncSession) -> None:
+        tx.add(Effect(what="elsewhere"))
+        await tx.commit()
+
+    message = shop.lab.message()
+    async with Inbox(SqlAlchemyStore(async_sessionmaker(shop.engine, **options)), consumer="routed") as inbox:
+        with pytest.raises(UsageError, match="another connection"):
+            await inbox.process(message, on_paid)
+        assert not await inbox.is_processed(message)
+    assert await shop.effects() == []
+    await other.dispose()
+
+
+@pytest.mark.parametrize("how", ["process", "claim"])
+async def test_a_cancellation_leaves_the_busy_timeout_of_the_engine_alone(sqlite_lab: SqliteLab, how: str) -> None:
+    engine = create_async_engine(f"sqlite+aiosqlite:///{sqlite_lab.path}")
+    sessions = async_sessionmaker(engine)
+
+    async def handler(message: Message[Any]) -> None:
+        pass
+
+    async with Inbox(SqlAlchemyStore(engine), consumer="billing") as inbox:
+
+        async def deliver() -> None:
+            if how == "process":
+                await inbox.process(sqlite_lab.message(), handler)
+                return
+            async with sessions() as session, session.begin(), inbox.claim(sqlite_lab.message(), tx=session):
+                pass
+
+        for turn in range(60):
+            task = asyncio.ensure_future(deliver())
+            for _ in range(turn):
+                await asyncio.sleep(0.0002 if turn % 2 else 0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            async with engine.connect() as connection:
+                assert (await connection.execute(text("PRAGMA busy_timeout"))).scalar() == 5000
+    await engine.dispose()
+
+
+@pytest.mark.parametrize("begin", ["BEGIN", "BEGIN IMMEDIATE"])
+async def test_an_engine_whose_listener_begins_works(sqlite_lab: SqliteLab, begin: str) -> None:
+    """As SQLAlchemy's own pages say how to get real transactions from Python's sqlite3."""
+    engine = create_async_engine(f"sqlite+aiosqlite:///{sqlite_lab.path}")
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def leave_it_to_us(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None
+
+    @event.listens_for(engine.sync_engine, "begin")
+    def do_begin(connection: Any) -> None:
+        connection.exec_driver_sql(begin)
+
+    async def on_paid(message: Message[Any], tx: AsyncSession) -> None:
+        tx.add(Effect(what=message.id))
+        await tx.flush()
+        if message.payload:
+            raise ValueError("no")
+
+    async with Inbox(SqlAlchemyStore(engine), consumer="billing") as inbox:
+        for kind in (Kind.PROCESSED, Kind.DUPLICATE):
+            assert (await inbox.process(Message(id="a", type="order.paid", payload=None), on_paid)).kind is kind
+        with pytest.raises(ValueError, match="no"):
+            await inbox.process(Message(id="b", type="order.paid", payload=True), on_paid)
+        claimed = Message(id="c", type="order.paid", payload=None)
+        async with async_sessionmaker(engine)() as session, session.begin(), inbox.claim(claimed, tx=session):
+            session.add(Effect(what="c"))
+    assert await sqlite_lab.effects() == ["a", "c"]
     await engine.dispose()

@@ -52,8 +52,8 @@ class AiosqliteSession:
             self._savepoint = f"onceward_{token_hex(8)}"
             # Another process is waited for in the thread, as long as we are asked to and not as the engine is set.
             (patience,) = await (await self._send("PRAGMA busy_timeout")).fetchone()
-            await self._send(f"PRAGMA busy_timeout = {int(self._wait * 1000)}")
             try:
+                await self._send(f"PRAGMA busy_timeout = {int(self._wait * 1000)}")
                 await self._send("BEGIN IMMEDIATE")
             finally:
                 await finish(self._raw.execute(f"PRAGMA busy_timeout = {patience}"))
@@ -115,6 +115,18 @@ class SqlAlchemySqliteSession(OrmTransaction, AiosqliteSession):
         AiosqliteSession.__init__(self, borrowed.raw, path, **options)
         self.connection = borrowed.connection
         self.make_session = make_session
+
+    async def begin(self, first: Statement | None = None) -> Result:
+        """SQLAlchemy first: on SQLite people have listeners that send a BEGIN, and ours is the one that counts."""
+        try:
+            self._root = await self.connection.begin()
+        except sqlalchemy.exc.DBAPIError as error:
+            if isinstance(error.orig, sqlite3.Error):
+                raise_for(error.orig, self._path)
+            raise
+        if self._raw.in_transaction:
+            await self._rollback()
+        return await AiosqliteSession.begin(self, first)
 
 
 class SqlAlchemySqliteDriver:

@@ -48,8 +48,8 @@ async def begin_as_python_would(connection: Any) -> None:
 async def without_waiting(connection: Any) -> AsyncIterator[None]:
     """When another one writes, say Busy at once: SQLite's own waiting would hold up the event loop, or a thread."""
     (patience,) = await awaited((await send(connection, "PRAGMA busy_timeout")).fetchone())
-    await send(connection, "PRAGMA busy_timeout = 0")
     try:
+        await send(connection, "PRAGMA busy_timeout = 0")
         yield
     except TryLater as error:
         if getattr(error.__cause__, "sqlite_errorcode", 0) == _STALE:

@@ -18,12 +18,13 @@ from typing import Any
 import sqlalchemy.exc
 from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
 
 from onceward.errors import CommitNotApplied, HandlerEndedTransaction, StoreUnavailable, UsageError
 from onceward.shield import finish
 from onceward.sql.drivers.pool_watch import PoolWatch, noticed
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession
-from onceward.sql.drivers.sqlalchemy_shared import check_shared, shared_by
+from onceward.sql.drivers.sqlalchemy_shared import check_shared, ledger_of, shared_by
 from onceward.sql.plan import Result, Statement
 
 _log = logging.getLogger("onceward")
@@ -47,8 +48,16 @@ class OrmTransaction:
             self._session = self.make_session(
                 bind=self.connection, join_transaction_mode="rollback_only", close_resets_only=False
             )
+            event.listen(self._session.sync_session, "after_begin", self._check_connection)
             shared_by(self.connection, self._session)
         return self._session
+
+    def _check_connection(self, _session: Any, _transaction: Any, connection: Any) -> None:
+        if connection is not self.connection.sync_connection:
+            raise UsageError(
+                "the handler's session goes to another connection than the inbox's, because of binds= or get_bind() of "
+                "your sessionmaker. Give the inbox one without them; other databases need sessions of their own."
+            )
 
     @property
     def stands(self) -> bool:
@@ -64,7 +73,7 @@ class OrmTransaction:
         if session is not None:
             if not session.is_active:
                 raise CommitNotApplied("a flush failed inside the handler, and the error was swallowed")
-            await session.flush()
+            await session.run_sync(_prepare)
             if not self._root.is_active:
                 raise HandlerEndedTransaction(
                     "the handler called rollback() on its session and returned. Nothing it wrote stands. Let the error "
@@ -90,10 +99,22 @@ class OrmTransaction:
 
     async def _leave(self) -> None:
         session, root, self._session, self._root = self._session, self._root, None, None
+        ledger = ledger_of(self.connection)
+        if ledger is not None:
+            ledger.ended()
         if session is not None:
             await _told(session.close())
         if root is not None and root.is_active:
             await _told(root.close())
+
+
+def _prepare(session: Session) -> None:
+    """The first half of its commit(): `before_commit` listeners, and flushes. What they write is part of ours."""
+    try:
+        transaction = session.get_transaction() or session.begin()
+    except sqlalchemy.exc.InvalidRequestError:  # the handler has closed it
+        return
+    transaction._prepare_impl()  # noqa: SLF001 - prepare() is for two-phase commits only
 
 
 async def _told(step: Any) -> None:

@@ -21,7 +21,7 @@ from onceward.errors import UsageError
 from onceward.sql.drivers.pool_watch import Hold
 
 _READS = re.compile(r"\s*(SELECT|WITH|VALUES|SHOW|EXPLAIN|PRAGMA|SAVEPOINT|RELEASE|ROLLBACK TO)\b", re.IGNORECASE)
-_WRITES = re.compile(r"\b(INSERT|UPDATE|DELETE|MERGE|INTO)\b", re.IGNORECASE)
+_WRITES = re.compile(r"\b(INSERT|(?<!FOR )(?<!NO KEY )UPDATE|DELETE|MERGE|INTO)\b", re.IGNORECASE)
 
 
 class Frame:
@@ -64,16 +64,22 @@ class Ledger:
 
     def make(self, owner: str) -> Frame:
         frame = Frame(owner, len(self._writers))
-        self._execute(f"SAVEPOINT {frame.name}")
-        self._frames.append(frame)
+        self._frames.append(frame)  # before it is sent: what another task sends meanwhile comes after it
+        try:
+            self._execute(f"SAVEPOINT {frame.name}")
+        except BaseException:
+            self._frames.remove(frame)
+            raise
         return frame
 
     def keep(self, frame: Frame) -> None:
+        if frame not in self._frames:
+            raise UsageError("what this session wrote is gone: the transaction that it was part of has ended")
         frame.open = False
         self._release()
 
     def undo(self, frame: Frame) -> None:
-        if not frame.open:
+        if not frame.open or frame not in self._frames:
             return
         since = self._writers[frame.began :]
         of_others = any(writer != frame.owner for writer in since)
@@ -84,8 +90,8 @@ class Ledger:
             )
             raise UsageError(self._broken)
         if not of_others:
-            self._execute(f"ROLLBACK TO {frame.name}")
             del self._writers[frame.began :]
+            self._execute(f"ROLLBACK TO {frame.name}")
             for above in self._frames[self._frames.index(frame) + 1 :]:  # those went too; they had written nothing
                 self._execute(f"SAVEPOINT {above.name}")
                 above.began = frame.began
@@ -107,6 +113,11 @@ class Ledger:
         """What was around all of this has been rolled back."""
         frames, self._broken = mark
         del self._frames[frames:]
+
+    def ended(self) -> None:
+        """The whole transaction has, one way or the other."""
+        self.undone_to((0, ""))
+        self._writers.clear()
 
     def check(self) -> None:
         """Whether what is there now may be committed."""
