@@ -149,7 +149,7 @@ class SqlAlchemyPostgresLab(PostgresLab):
     def _store(self, dsn: str, max_size: int, **options: Any) -> Store[Any]:
         from onceward.sqlalchemy import SqlAlchemyStore  # noqa: PLC0415 - an extra
 
-        sizes = {"pool_size": max_size, "max_overflow": 0, "pool_timeout": 1 if max_size < 10 else 30}
+        sizes = {"pool_size": max_size, "max_overflow": 0, "pool_timeout": 5 if max_size < 10 else 30}
         return SqlAlchemyStore(self._engine_url(dsn), **sizes | options)
 
     def store_behind(self, port: int) -> Store[Any]:
@@ -178,7 +178,7 @@ class AiosqliteLab(SqliteLab):
     def store(self, *, max_size: int = 10, **options: Any) -> Store[Any]:
         from onceward.sqlalchemy import SqlAlchemyStore  # noqa: PLC0415 - an extra
 
-        return SqlAlchemyStore(self.url, **{"pool_size": max_size, "max_overflow": 0, "pool_timeout": 1} | options)
+        return SqlAlchemyStore(self.url, **{"pool_size": max_size, "max_overflow": 0, "pool_timeout": 5} | options)
 
     def unreachable(self) -> Store[Any]:
         from onceward.sqlalchemy import SqlAlchemyStore  # noqa: PLC0415

@@ -59,7 +59,7 @@ class RetentionContract:
         assert (await running).processed
 
     async def test_many_sweepers_delete_each_record_once(self, lab: Lab) -> None:
-        inboxes = [await lab.inbox() for _ in range(4)]
+        inboxes = [await lab.inbox(wait=60) for _ in range(4)]
         jobs = [inboxes[0].process(lab.message(), Recorder(lab)) for _ in range(60)]
         await asyncio.gather(*jobs)
         assert sum(await asyncio.gather(*(inbox.cleanup(NOW, batch=7) for inbox in inboxes))) <= 60
