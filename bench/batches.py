@@ -1,7 +1,7 @@
 """PostgreSQL, batches of 100 in one transaction: with the handler run for each message, and with one for all of them.
 
 Without an inbox a batch is a transaction with 100 INSERTs, or with one INSERT of 100 rows. The limit is hand-written:
-one claim statement for the whole batch, with one JSON parameter.
+one claim statement for the whole batch, with one JSON parameter. In all of them the pool's reset rides with COMMIT.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 from bench import postgres
 from bench.handwritten import HANDLER, HOST, Claim, claim_of
 from bench.messages import CONSUMER, charge_of, new_messages
+from bench.postgres import Lent, commit_and_reset
 from bench.questions import World
 from bench.rounds import Stage, Step, Variant
 from bench.single import charge, commit_if_ours
@@ -40,11 +41,11 @@ def no_inbox(pool: asyncpg.Pool) -> Step:
     """BEGIN, 100 INSERTs one after another, COMMIT."""
 
     async def step(messages: list[Message[Any]]) -> int:
-        async with pool.acquire() as connection:
+        async with Lent(pool) as connection:
             await connection.execute("BEGIN")
             for message in messages:
                 await charge(message, connection)
-            await connection.execute("COMMIT")
+            await connection.execute(commit_and_reset(connection))
         return len(messages)
 
     return step
@@ -54,10 +55,10 @@ def no_inbox_bulk(pool: asyncpg.Pool) -> Step:
     """BEGIN, one INSERT of 100 rows, COMMIT."""
 
     async def step(messages: list[Message[Any]]) -> int:
-        async with pool.acquire() as connection:
+        async with Lent(pool) as connection:
             await connection.execute("BEGIN")
             await charge_all(messages, connection)
-            await connection.execute("COMMIT")
+            await connection.execute(commit_and_reset(connection))
         return len(messages)
 
     return step
@@ -114,14 +115,14 @@ def hand_written(pool: asyncpg.Pool) -> Step:
 
     async def step(messages: list[Message[Any]]) -> int:
         token = token_hex(8)
-        async with pool.acquire() as connection:
+        async with Lent(pool) as connection:
             if not await begin_with_claims(connection, messages, token):
-                await connection.execute("ROLLBACK")
+                await connection.execute(f"ROLLBACK; {connection.get_reset_query()}")
                 return 0
             for message in messages:
                 await charge(message, connection)
-            committed = await connection.execute(commit_if_ours(token)) == "COMMIT"
-            return len(messages) if committed else 0
+            await connection.execute(commit_if_ours(connection, token))
+        return len(messages)
 
     return step
 
@@ -131,13 +132,13 @@ def hand_written_bulk(pool: asyncpg.Pool) -> Step:
 
     async def step(messages: list[Message[Any]]) -> int:
         token = token_hex(8)
-        async with pool.acquire() as connection:
+        async with Lent(pool) as connection:
             if not await begin_with_claims(connection, messages, token):
-                await connection.execute("ROLLBACK")
+                await connection.execute(f"ROLLBACK; {connection.get_reset_query()}")
                 return 0
             await charge_all(messages, connection)
-            committed = await connection.execute(commit_if_ours(token)) == "COMMIT"
-            return len(messages) if committed else 0
+            await connection.execute(commit_if_ours(connection, token))
+        return len(messages)
 
     return step
 
@@ -163,7 +164,7 @@ async def stages(world: World) -> AsyncGenerator[Stage, None]:
         for connections in (1, 16):
             async with AsyncExitStack() as stack:
                 watch = await stack.enter_async_context(postgres.watching(dsn))
-                pool = await stack.enter_async_context(postgres.pool(dsn, connections))
+                pool = await stack.enter_async_context(postgres.riding_pool(dsn, connections))
                 store = AsyncpgStore(dsn=dsn, min_size=connections, max_size=connections)
                 inbox = await stack.enter_async_context(Inbox(store, consumer=CONSUMER))
                 each, bulk = ("no inbox", "by hand"), ("no inbox, bulk", "by hand, bulk")

@@ -164,10 +164,11 @@ async def stages(world: World) -> AsyncGenerator[Stage | Facts, None]:
             async with AsyncExitStack() as stack:
                 watch = await stack.enter_async_context(postgres.watching(dsn))
                 pool = await stack.enter_async_context(postgres.pool(dsn, connections))
+                riding = await stack.enter_async_context(postgres.riding_pool(dsn, connections, [single.CLAIM]))
                 floors = ("no inbox", "by hand")
                 variants = [
                     Variant("no inbox", single.no_inbox(pool)),
-                    Variant("by hand", single.hand_written(pool), floors[:1]),
+                    Variant("by hand", single.hand_written(riding), floors[:1]),
                 ]
                 for name, flow in known.items():
                     if flow is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 from pathlib import Path
@@ -55,8 +55,47 @@ async def run(dsn: str, sql: str) -> None:
 
 
 def pool(dsn: str, connections: int) -> asyncpg.Pool:
-    """As AsyncpgStore makes its own: all of asyncpg's defaults, with the RESET when a connection is given back."""
+    """As most people have it: asyncpg resets a connection that comes back, with a trip of its own."""
     return asyncpg.create_pool(dsn, min_size=connections, max_size=connections)
+
+
+def riding_pool(dsn: str, connections: int, prepare: Sequence[str] = ()) -> asyncpg.Pool:
+    """As AsyncpgStore makes its own: the reset rides with COMMIT. Whoever uses it sends `commit_and_reset`.
+
+    Statements to prepare are prepared on each connection once.
+    """
+
+    async def init(connection: asyncpg.Connection) -> None:
+        for statement in prepare:
+            await connection.execute(f"PREPARE {statement}")
+
+    async def reset(_connection: asyncpg.Connection) -> None:
+        """Done already."""
+
+    return asyncpg.create_pool(dsn, min_size=connections, max_size=connections, init=init, reset=reset)
+
+
+def commit_and_reset(connection: asyncpg.Connection) -> str:
+    """COMMIT and the pool's own reset statements, as one text for one trip."""
+    return f"COMMIT; {connection.get_reset_query()}"
+
+
+class Lent:
+    """A connection of a riding pool. One that did not come to its reset must not go back, so an error ends it."""
+
+    __slots__ = ("_connection", "_pool")
+
+    def __init__(self, pool: asyncpg.Pool) -> None:
+        self._pool = pool
+
+    async def __aenter__(self) -> asyncpg.Connection:
+        self._connection = await self._pool.acquire()
+        return self._connection
+
+    async def __aexit__(self, error: object, *_: object) -> None:
+        if error is not None:
+            self._connection.terminate()
+        await self._pool.release(self._connection)
 
 
 class Watch:

@@ -75,55 +75,50 @@ def show_machine(console: Console, about: dict[str, Any]) -> None:
 
 def show_stage(console: Console, measured: Measured) -> None:
     """A line for each comparison."""
-    table = _table(_title(measured))
+    has_server = any(one.server_us for one in measured.figures)
+    table = _table()
     table.add_column("variant", no_wrap=True)
-    for name in ("per s", "own us", "server us", "ratio", "quartiles"):
+    for name in ("per s", "own us", *["server"] * has_server, "ratio", "quartiles"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("of", no_wrap=True)
     for one in measured.figures:
         style = "bold" if one.name.startswith(("onceward", "process_")) else ""
-        for line in _lines(one):
+        for line in _lines(one, has_server=has_server):
             table.add_row(*line, style=style)
+    console.print(_title(measured), style="bold", soft_wrap=True)
     console.print(table)
     console.print()
 
 
-def _table(title: str) -> Table:
+def _table() -> Table:
     """Narrow: a terminal may have 80 columns."""
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
+    return Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
 
 
 def _title(measured: Measured) -> str:
     return f"{measured.title}, {measured.workers} {'worker' if measured.workers == 1 else 'workers'}"
 
 
-def _lines(one: Figure) -> Iterator[tuple[str, ...]]:
+def _lines(one: Figure, *, has_server: bool) -> Iterator[tuple[str, ...]]:
+    server = ("-" if one.server_us is None else f"{one.server_us.middle:,.0f}",) if has_server else ()
     if one.rate is None or one.cpu_us is None:
-        yield (one.name, "-", "-", "-", "-", "-", one.missing)
+        yield (one.name, "-", "-", *server, "-", "-", one.missing)
         return
-    server = "-" if one.server_us is None else f"{one.server_us.middle:,.0f}"
-    start = (one.name, f"{one.rate.middle:,.0f}", f"{one.cpu_us.middle:,.0f}", server)
+    start = (one.name, f"{one.rate.middle:,.0f}", f"{one.cpu_us.middle:,.0f}", *server)
     for floor, spread in one.ratios.items():
         yield (*start, f"{spread.middle:.2f}", f"{spread.low:.2f}-{spread.high:.2f}", floor)
-        start = ("", "", "", "")
+        start = ("",) * len(start)
     if not one.ratios:
         yield start
 
 
 def show_facts(console: Console, facts: Facts) -> None:
-    table = _table(facts.title)
+    table = _table()
     for number, column in enumerate(facts.columns):
         table.add_column(column, justify="left" if number == 0 else "right")
     for row in facts.rows:
         table.add_row(*row)
+    console.print(facts.title, style="bold", soft_wrap=True)
     console.print(table)
     if facts.note:
         console.print(facts.note, style="dim", highlight=False)
@@ -132,5 +127,5 @@ def show_facts(console: Console, facts: Facts) -> None:
 
 READING = (
     "A ratio is the rate divided by the floor's in the same round: the median of all rounds, and their quartiles. "
-    "Own and server us: microseconds of processor time for each message, of this process and of the database server."
+    "Own us and server: microseconds of processor time for each message, of this process and of the database server."
 )
