@@ -55,6 +55,7 @@ def either_lab(request: pytest.FixtureRequest) -> BouncedLab:
     return lab
 
 
+@pytest.mark.slow
 class TestAsyncpg(StoreContract):
     """The whole suite."""
 
@@ -63,6 +64,7 @@ class TestAsyncpg(StoreContract):
         return asyncpg_lab
 
 
+@pytest.mark.slow
 class TestPsycopg(TransactionContract, RacingContract):
     """What a bouncer could break: the transaction, and who may run when many want to."""
 

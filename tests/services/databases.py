@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -59,6 +60,9 @@ async def _create(admin: asyncpg.Connection, template: str) -> str:
 
 
 async def _drop(admin: asyncpg.Connection, name: str) -> None:
+    # WITH (FORCE) is enough. But while somebody is still on the way out, it looks again only after a tenth of a second.
+    while await admin.fetch("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = $1", name):
+        await asyncio.sleep(0.002)
     await admin.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
