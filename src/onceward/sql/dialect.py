@@ -17,7 +17,9 @@ import msgspec
 from onceward.errors import UsageError
 from onceward.sql.plan import Statement
 
-_TABLES = re.compile(r"\bonceward_(records|schema)\b(?!\.)")
+_TABLES = re.compile(
+    r"\bonceward_(records|schema|lanes|pending|waits|floors|arrivals|accept|take|close|overdue|requeue|drop)\b(?!\.)"
+)
 _NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 
 

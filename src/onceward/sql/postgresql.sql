@@ -305,3 +305,91 @@ WHERE onceward_records.identity = closing.identity
 -- name: unclaim
 DELETE FROM onceward_records
 WHERE identity = ANY (string_to_array(:identities::text, ',')::uuid[]) AND state = 'processed'
+
+-- The queue. Accepting, taking and closing have several steps, each of which must see what the ones before it waited
+-- for: they are functions (migrations/postgresql/0004_queue.sql), so that all of it is one trip.
+
+-- name: queue_accept
+SELECT place, how, known_hash
+FROM onceward_accept(:consumer::text, :host::text, :lines::text::json, :lanes::text::json)
+
+-- name: queue_claim
+WITH due AS (
+    SELECT lane FROM onceward_lanes
+    WHERE consumer = :consumer::text AND run_at <= now()
+    ORDER BY run_at LIMIT :most::int FOR NO KEY UPDATE SKIP LOCKED)
+UPDATE onceward_lanes l
+SET owner = :owner::text, claims = l.claims + 1, state = 'running',
+    run_at = clock_timestamp() + :lease::float8 * interval '1 second'
+FROM due WHERE l.lane = due.lane
+RETURNING uuid_send(l.lane) AS lane, l.claims
+
+-- name: queue_claim_share
+WITH due AS (
+    SELECT lane FROM onceward_lanes
+    WHERE consumer = :consumer::text AND run_at <= now() AND share % :shares::bigint = :number::bigint
+    ORDER BY run_at LIMIT :most::int FOR NO KEY UPDATE SKIP LOCKED)
+UPDATE onceward_lanes l
+SET owner = :owner::text, claims = l.claims + 1, state = 'running',
+    run_at = clock_timestamp() + :lease::float8 * interval '1 second'
+FROM due WHERE l.lane = due.lane
+RETURNING uuid_send(l.lane) AS lane, l.claims
+
+-- name: queue_take
+SELECT uuid_send(held) AS lane, t.* FROM onceward_take(
+    :owner::text, string_to_array(:lanes::text, ',')::uuid[], :most::int) t
+
+-- name: queue_hold
+SELECT uuid_send(lane) AS lane FROM onceward_lanes
+WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[]) AND owner = :owner::text
+ORDER BY lane FOR NO KEY UPDATE
+
+-- name: queue_close
+SELECT onceward_close(:consumer::text, :host::text, :turn::text::json) AS missing
+
+-- name: queue_release
+UPDATE onceward_lanes
+SET owner = NULL, claims = greatest(0, claims - 1), state = 'ready',
+    run_at = clock_timestamp() + :delay::float8 * interval '1 second'
+WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[]) AND owner = :owner::text
+
+-- name: queue_extend
+UPDATE onceward_lanes SET run_at = clock_timestamp() + :lease::float8 * interval '1 second'
+WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[]) AND owner = :owner::text
+RETURNING uuid_send(lane) AS lane
+
+-- name: queue_mark_start
+UPDATE onceward_records r
+SET started = r.started + 1, state = 'running'
+FROM onceward_lanes l
+WHERE r.identity = :identity::text::uuid AND r.state IN ('accepted', 'running', 'failed')
+  AND l.lane = :lane::text::uuid AND l.owner = :owner::text
+RETURNING
+    r.consumer, r.tenant, scope, key, message_id, type, source, topic, origin, r.state, attempts, started,
+    errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
+    received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
+    depends_on::text, received_position, processed_position
+
+-- name: queue_unmark_start
+UPDATE onceward_records
+SET started = greatest(0, started - 1), state = CASE WHEN state = 'running' THEN 'accepted' ELSE state END
+WHERE identity = :identity::text::uuid AND started > 0
+
+-- name: queue_due_in
+SELECT extract(epoch FROM run_at - clock_timestamp())::float8 AS seconds FROM onceward_lanes
+WHERE consumer = :consumer::text AND run_at IS NOT NULL
+ORDER BY run_at LIMIT 1
+
+-- name: queue_due_in_share
+SELECT extract(epoch FROM run_at - clock_timestamp())::float8 AS seconds FROM onceward_lanes
+WHERE consumer = :consumer::text AND run_at IS NOT NULL AND share % :shares::bigint = :number::bigint
+ORDER BY run_at LIMIT 1
+
+-- name: queue_overdue
+SELECT onceward_overdue(:consumer::text) AS woken
+
+-- name: queue_requeue
+SELECT onceward_requeue(:identity::text::uuid, :lines::text::json) AS done
+
+-- name: queue_drop
+SELECT onceward_drop(:identity::text::uuid, :lane::text::uuid) AS done

@@ -11,7 +11,9 @@ from onceward.identity import Identity
 from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
-from onceward.sql import upkeep, verbs
+from onceward.queue import Closing as LaneClosing
+from onceward.queue import KeptLine, LaneClaim, QueueLine, QueueStats, Share, Taken
+from onceward.sql import queue_postgresql, upkeep, verbs
 from onceward.sql.dialect import DIALECTS, migrations, quoted
 from onceward.sql.driver import Driver, Session
 from onceward.sql.joined import joined
@@ -21,6 +23,9 @@ from onceward.store import Begin, ClaimLine, Closing, Done, Features, Found, Swe
 
 Tx = TypeVar("Tx")
 T = TypeVar("T")
+
+QUEUES: dict[str, Any] = {"postgresql": queue_postgresql}
+"""The plans of the queue, by dialect."""
 
 
 class SqlStore(Generic[Tx]):
@@ -296,6 +301,67 @@ class SqlUnit(Generic[Tx]):
     ) -> None:
         await self._alone(verbs.repair(self._dialect, unclaim, complete, bury))
 
+    # --- the queue ------------------------------------------------------------------------------------------
+
+    @property
+    def _queue(self) -> Any:
+        return QUEUES[self._dialect.name]
+
+    async def accept(self, lines: Sequence[QueueLine], *, consumer: str, host: str) -> list[KeptLine]:
+        plan = self._queue.accept(self._dialect, lines, consumer, host)
+        if not self.joined:
+            return await self._at_once(plan)
+        kept: list[KeptLine] = await self._start(plan)
+        await self.commit()
+        return kept
+
+    async def claim_lanes(
+        self, consumer: str, owner: str, *, most: int, lease: float, share: Share | None = None
+    ) -> list[LaneClaim]:
+        return await self._at_once(self._queue.claim_lanes(self._dialect, consumer, owner, most, lease, share))
+
+    async def take_lanes(self, owner: str, lanes: Sequence[bytes], *, most: int) -> Taken:
+        return await self._start(self._queue.take_lanes(self._dialect, owner, lanes, most))
+
+    async def hold_lanes(self, owner: str, lanes: Sequence[bytes]) -> frozenset[bytes]:
+        return await self._start(self._queue.hold_lanes(self._dialect, owner, lanes))
+
+    async def savepoint(self) -> None:
+        await self._session.script("SAVEPOINT onceward_turn")
+
+    async def back_to_savepoint(self) -> None:
+        await self._session.script("ROLLBACK TO SAVEPOINT onceward_turn")
+
+    async def close_lanes(self, closing: LaneClosing, *, consumer: str, host: str) -> None:
+        await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))
+
+    async def release(self, owner: str, lanes: Sequence[bytes], *, delay: float = 0.0) -> None:
+        await self._at_once(self._queue.release(self._dialect, owner, lanes, delay))
+
+    async def extend(self, owner: str, lanes: Sequence[bytes], lease: float) -> frozenset[bytes]:
+        return await self._at_once(self._queue.extend(self._dialect, owner, lanes, lease))
+
+    async def mark_start(self, owner: str, lane: bytes, identity: Identity) -> Record | None:
+        return await self._at_once(self._queue.mark_start(self._dialect, owner, lane, identity))
+
+    async def unmark_start(self, identity: Identity) -> None:
+        await self._at_once(self._queue.unmark_start(self._dialect, identity))
+
+    async def due_in(self, consumer: str, share: Share | None = None) -> float | None:
+        return await self._at_once(self._queue.due_in(self._dialect, consumer, share))
+
+    async def wake_overdue(self, consumer: str) -> int:
+        return await self._at_once(self._queue.wake_overdue(self._dialect, consumer))
+
+    async def requeue(self, identity: Identity, line: QueueLine) -> bool:
+        return await self._at_once(self._queue.requeue(self._dialect, identity, line))
+
+    async def drop(self, identity: Identity, line: QueueLine) -> bool:
+        return await self._at_once(self._queue.drop(self._dialect, identity, line))
+
+    async def queue_stats(self, consumer: str, *, worst: int = 20) -> QueueStats:
+        return await self._at_once(self._queue.queue_stats(self._dialect, consumer, worst))
+
     # --- how plans are run ----------------------------------------------------------------------------------
 
     async def _say(self, plan: Plan[T]) -> T:
@@ -308,6 +374,12 @@ class SqlUnit(Generic[Tx]):
         await self._session.begin()
         await self._begin(self._session.tx)
         return await self._say(plan)
+
+    async def _at_once(self, plan: Plan[T]) -> T:
+        """A transaction of its own; one statement is one by itself, and needs one trip."""
+        if self._begin is None and self._dialect.sets and not self._session.gone:
+            return await self._say(plan)
+        return await self._alone(plan)
 
     async def _alone(self, plan: Plan[T]) -> T:
         """A transaction of its own, with `on_begin` in it: row-level security applies to our tables too."""

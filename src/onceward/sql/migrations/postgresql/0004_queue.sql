@@ -1,0 +1,557 @@
+-- The stored inbox. What is said where: a record (onceward_records) is the message and what became of it; a row here is
+-- what is still to be done. All of these tables are empty when there is nothing to do.
+
+-- The order of arrival and of completion.
+CREATE SEQUENCE onceward_received;
+CREATE SEQUENCE onceward_processed;
+
+-- One row per lane that has messages. It is what workers look for: one is due when run_at has come.
+CREATE TABLE onceward_lanes (
+    lane      uuid PRIMARY KEY,   -- onceward_id(consumer, tenant, 'lane', name), or the identity of a message without one
+    consumer  text NOT NULL,
+    tenant    text NOT NULL,
+    name      text,
+    share     bigint NOT NULL,    -- 32 bits, unsigned, the same for ever: fixed shares split lanes by it
+    state     text NOT NULL DEFAULT 'ready'
+              CHECK (state IN ('ready', 'running', 'retrying', 'later', 'waiting', 'blocked')),
+    run_at    timestamptz,        -- NULL: somebody has to wake it
+    owner     text,               -- the worker that claimed it last
+    claims    integer NOT NULL DEFAULT 0,   -- claims that nobody gave back
+    blocker   uuid                -- the dead letter that holds it up
+);
+-- Sleeping lanes are not in it; those that are due later are at its end. So their number costs a worker nothing.
+CREATE INDEX onceward_lanes_due ON onceward_lanes (consumer, run_at) WHERE run_at IS NOT NULL;
+
+-- One row per message that is not settled.
+CREATE TABLE onceward_pending (
+    seq       bigint PRIMARY KEY,
+    identity  uuid NOT NULL,
+    lane      uuid NOT NULL,
+    rank      bigint NOT NULL,
+    track     text,
+    position  bigint,
+    aside     boolean NOT NULL DEFAULT false,
+    due       timestamptz
+);
+CREATE INDEX onceward_pending_next ON onceward_pending (lane, rank, seq) WHERE NOT aside;
+CREATE INDEX onceward_pending_aside ON onceward_pending (lane) WHERE aside;
+CREATE INDEX onceward_pending_track ON onceward_pending (lane, track, position, seq) WHERE track IS NOT NULL;
+
+-- One row per message that waits for a position.
+CREATE TABLE onceward_waits (
+    seq       bigint PRIMARY KEY,
+    consumer  text NOT NULL,
+    tenant    text NOT NULL,
+    stream    text NOT NULL,
+    position  bigint NOT NULL,
+    lane      uuid NOT NULL,
+    deadline  timestamptz
+);
+CREATE INDEX onceward_waits_position ON onceward_waits (consumer, tenant, stream, position);
+CREATE INDEX onceward_waits_deadline ON onceward_waits (consumer, deadline) WHERE deadline IS NOT NULL;
+
+-- Up to here a stream is done, although its records are gone.
+CREATE TABLE onceward_floors (
+    consumer  text NOT NULL,
+    tenant    text NOT NULL,
+    stream    text NOT NULL,
+    position  bigint NOT NULL,
+    PRIMARY KEY (consumer, tenant, stream)
+);
+
+-- Positions that were settled in a transaction that could not see who waits for them (REPEATABLE READ and above).
+CREATE TABLE onceward_arrivals (
+    consumer  text NOT NULL,
+    tenant    text NOT NULL,
+    stream    text NOT NULL,
+    position  bigint NOT NULL
+);
+
+CREATE INDEX onceward_records_queued ON onceward_records (received_position) WHERE received_position IS NOT NULL
+    AND state <> 'processed';
+
+CREATE FUNCTION onceward_position_lock(consumer text, tenant text, stream text, "position" bigint) RETURNS bigint
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    AS $$ SELECT hashtextextended(concat_ws(chr(31), $1, $2, $3, $4::text), 7) $$;
+
+CREATE FUNCTION onceward_is_done(consumer text, tenant text, stream text, "position" bigint) RETURNS boolean
+    LANGUAGE sql STABLE
+    SET search_path FROM CURRENT
+    AS $$
+        SELECT EXISTS (SELECT FROM onceward_records r
+                       WHERE r.consumer = $1 AND r.tenant = $2 AND r.stream = $3 AND r.position = $4
+                         AND r.state = 'processed')
+            OR EXISTS (SELECT FROM onceward_floors f
+                       WHERE f.consumer = $1 AND f.tenant = $2 AND f.stream = $3 AND f.position >= $4)
+    $$;
+
+-- Who adds something to a lane holds it with KEY SHARE until the end of the transaction, so that nobody can put it to
+-- sleep or end it meanwhile; what sleeps is woken. How many of the lanes exist.
+CREATE FUNCTION onceward_touch(touched uuid[]) RETURNS integer
+    LANGUAGE plpgsql
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    AS $$
+    DECLARE
+        found_lanes integer;
+    BEGIN
+        PERFORM FROM onceward_lanes WHERE lane = ANY (touched) ORDER BY lane FOR KEY SHARE;
+        GET DIAGNOSTICS found_lanes = ROW_COUNT;
+        -- A statement of its own: it sees what those did whom the lock had to wait for.
+        UPDATE onceward_lanes SET state = 'ready', run_at = clock_timestamp()
+        WHERE lane IN (SELECT lane FROM onceward_lanes WHERE lane = ANY (touched) AND state IN ('waiting', 'later')
+                       ORDER BY lane FOR NO KEY UPDATE);
+        RETURN found_lanes;
+    END $$;
+
+-- Keep messages. `lines` are those of onceward.queue.QueueLine; the lanes come sorted, each once.
+CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_lanes json)
+    RETURNS TABLE (place bigint, how text, known_hash bytea)
+    LANGUAGE plpgsql
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    AS $$
+    #variable_conflict use_column
+    DECLARE
+        expected bigint := json_array_length(lines);
+        fresh bigint[];      -- the places of what is new
+        parked bigint[];     -- and of failed records that join the queue
+        kept_lanes uuid[];
+        more_lanes uuid[];
+    BEGIN
+        WITH input AS MATERIALIZED (
+            SELECT line.*, nextval('onceward_received') AS seq
+            FROM ROWS FROM (json_to_recordset(lines) AS (
+                identity uuid, lock bigint, tenant text, scope text, key text, type text, lane uuid, rank bigint,
+                track text, message_id text, source text, topic text, origin text, payload text, body text,
+                headers text, payload_hash text, occurred_at timestamptz, stream text, "position" bigint,
+                depends_on text, not_before timestamptz)) WITH ORDINALITY AS line(
+                identity, lock, tenant, scope, key, type, lane, rank, track, message_id, source, topic, origin, payload,
+                body, headers, payload_hash, occurred_at, stream, "position", depends_on, not_before, place)),
+        inserted AS (
+            INSERT INTO onceward_records (
+                identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, payload, body,
+                headers, payload_hash, host, occurred_at, stream, "position", depends_on, received_position,
+                next_try_at)
+            SELECT
+                identity, of_consumer, tenant, scope, key, coalesce(message_id, key), type, coalesce(source, ''),
+                coalesce(topic, ''), origin, 'accepted', payload::json, decode(body, 'base64'), headers::json,
+                decode(payload_hash, 'base64'), on_host, occurred_at, stream, "position", depends_on::json, seq,
+                not_before
+            FROM input
+            WHERE pg_try_advisory_xact_lock(lock)
+            ORDER BY identity      -- so that two lists that share messages cannot wait for each other
+            ON CONFLICT (identity) DO NOTHING
+            RETURNING identity),
+        kept AS (
+            INSERT INTO onceward_pending (seq, identity, lane, rank, track, "position", due)
+            SELECT seq, identity, lane, rank, track, "position", not_before FROM input JOIN inserted USING (identity)
+            RETURNING identity, lane)
+        SELECT array_agg(place), array_agg(DISTINCT kept.lane) INTO fresh, kept_lanes
+        FROM kept JOIN input USING (identity);
+
+        IF coalesce(cardinality(fresh), 0) < expected THEN
+            WITH input AS MATERIALIZED (
+                SELECT line.*, nextval('onceward_received') AS seq
+                FROM ROWS FROM (json_to_recordset(lines) AS (
+                    identity uuid, lock bigint, lane uuid, rank bigint, track text, "position" bigint,
+                    not_before timestamptz)) WITH ORDINALITY AS line(
+                    identity, lock, lane, rank, track, "position", not_before, place)),
+            joined AS (
+                UPDATE onceward_records r
+                SET state = 'accepted', received_position = input.seq,
+                    next_try_at = greatest(r.next_try_at, input.not_before)
+                FROM input
+                WHERE r.identity = input.identity AND r.state = 'failed' AND r.received_position IS NULL
+                  AND pg_try_advisory_xact_lock(lock)
+                RETURNING r.identity, r.next_try_at),
+            kept AS (
+                INSERT INTO onceward_pending (seq, identity, lane, rank, track, "position", due)
+                SELECT seq, identity, lane, rank, track, "position", next_try_at FROM input JOIN joined USING (identity)
+                RETURNING identity, lane)
+            SELECT array_agg(place), array_agg(DISTINCT kept.lane) INTO parked, more_lanes
+            FROM kept JOIN input USING (identity);
+            kept_lanes := ARRAY (SELECT unnest(kept_lanes) UNION SELECT unnest(more_lanes));
+        END IF;
+
+        IF cardinality(kept_lanes) > 0 THEN
+            LOOP
+                INSERT INTO onceward_lanes (lane, consumer, tenant, name, share, run_at, state)
+                SELECT lane, of_consumer, tenant, name, share, greatest(coalesce(not_before, now()), now()),
+                       CASE WHEN not_before > now() THEN 'later' ELSE 'ready' END
+                FROM json_to_recordset(of_lanes) AS (
+                    lane uuid, tenant text, name text, share bigint, not_before timestamptz)
+                WHERE lane = ANY (kept_lanes)
+                ORDER BY lane
+                ON CONFLICT (lane) DO NOTHING;
+                -- A lane that was there may have ended before we could hold it.
+                EXIT WHEN onceward_touch(kept_lanes) = cardinality(kept_lanes);
+            END LOOP;
+        END IF;
+
+        RETURN QUERY
+        SELECT line.place,
+               CASE WHEN line.place = ANY (fresh) THEN 'new'
+                    WHEN line.place = ANY (parked) THEN 'parked'
+                    WHEN r.identity IS NULL THEN 'in_flight'
+                    WHEN r.state IN ('dead', 'discarded') THEN 'dead'
+                    WHEN r.state = 'processed' THEN 'processed'
+                    WHEN r.received_position IS NOT NULL THEN 'accepted'
+                    ELSE 'in_flight' END,
+               r.payload_hash
+        FROM ROWS FROM (json_to_recordset(lines) AS (identity uuid)) WITH ORDINALITY AS line(identity, place)
+        LEFT JOIN onceward_records r
+            ON r.identity = line.identity AND NOT line.place = ANY (coalesce(fresh, '{}'))
+        WHERE expected > coalesce(cardinality(fresh), 0);
+    END $$;
+
+-- Begin a turn: hold the lanes that are still ours, then, in a statement of its own, read what they have. In one
+-- statement the reading would be as of before the lock.
+CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
+    RETURNS TABLE (
+        held uuid, seq bigint, rank bigint, track text, due timestamptz, behind boolean, now timestamptz,
+        unmet_tenant text, unmet_stream text, unmet_position bigint, unmet_state text,
+        consumer text, tenant text, scope text, key text, message_id text, type text, source text, topic text,
+        origin text, state text, attempts integer, started integer, errors text, result text, payload text, body bytea,
+        headers text, payload_hash bytea, extra text, handler text, host text, received_at timestamptz,
+        processed_at timestamptz, duration_ms float8, occurred_at timestamptz, expires_at timestamptz,
+        next_try_at timestamptz, stream text, "position" bigint, depends_on text, received_position bigint,
+        processed_position bigint)
+    LANGUAGE plpgsql
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    SET enable_hashjoin = off
+    SET enable_mergejoin = off
+    AS $$
+    #variable_conflict use_column
+    DECLARE
+        ours uuid[];
+    BEGIN
+        ours := ARRAY (
+            SELECT lane FROM onceward_lanes WHERE lane = ANY (claimed) AND owner = by_owner
+            ORDER BY lane FOR NO KEY UPDATE);
+        RETURN QUERY
+        SELECT
+            l.lane, q.seq, q.rank, q.track, q.due, q.behind, clock_timestamp(),
+            d.tenant, d.stream, d."position", d.state,
+            r.consumer, r.tenant, r.scope, r.key, r.message_id, r.type, r.source, r.topic, r.origin, r.state,
+            r.attempts, r.started, r.errors::text, r.result::text, r.payload::text, r.body, r.headers::text,
+            r.payload_hash, r.extra::text, r.handler, r.host, r.received_at, r.processed_at, r.duration_ms,
+            r.occurred_at, r.expires_at, r.next_try_at, r.stream, r."position", r.depends_on::text,
+            r.received_position, r.processed_position
+        FROM unnest(ours) WITH ORDINALITY AS l(lane, place)
+        LEFT JOIN LATERAL (
+            -- The first messages; of a track its lowest positions, in the places of those that came first.
+            SELECT h.place, h.rank, h.track,
+                   CASE WHEN t.aside OR t.seq IS NULL THEN h.seq ELSE t.seq END AS seq,
+                   CASE WHEN t.aside OR t.seq IS NULL THEN h.identity ELSE t.identity END AS identity,
+                   CASE WHEN t.aside OR t.seq IS NULL THEN h.due ELSE t.due END AS due,
+                   coalesce(t.aside, false) AS behind
+            FROM (
+                SELECT first.*, row_number() OVER (ORDER BY first.rank, first.seq) AS place,
+                       row_number() OVER (PARTITION BY first.track ORDER BY first.rank, first.seq) AS nth
+                FROM (SELECT p.* FROM onceward_pending p
+                      WHERE p.lane = l.lane AND NOT p.aside
+                      ORDER BY p.rank, p.seq LIMIT most) first) h
+            LEFT JOIN LATERAL (
+                SELECT p.seq, p.identity, p.due, p.aside FROM onceward_pending p
+                WHERE p.lane = l.lane AND p.track = h.track
+                ORDER BY p."position", p.seq OFFSET h.nth - 1 LIMIT 1) t ON h.track IS NOT NULL) q ON true
+        LEFT JOIN onceward_records r ON r.identity = q.identity
+        LEFT JOIN LATERAL (
+            SELECT coalesce(n.tenant, r.tenant) AS tenant, n.stream, n."position",
+                   (SELECT o.state FROM onceward_records o
+                    WHERE o.consumer = r.consumer AND o.tenant = coalesce(n.tenant, r.tenant) AND o.stream = n.stream
+                      AND o."position" = n."position" LIMIT 1) AS state
+            FROM ROWS FROM (json_to_recordset(r.depends_on) AS (stream text, "position" bigint, tenant text))
+                 WITH ORDINALITY AS n(stream, "position", tenant, nth)
+            WHERE NOT onceward_is_done(r.consumer, coalesce(n.tenant, r.tenant), n.stream, n."position")
+            ORDER BY n.nth LIMIT 1) d ON r.depends_on IS NOT NULL
+        ORDER BY l.place, q.place;
+    END $$;
+
+-- End a turn; `turn` is onceward.queue.Closing. The order in it matters: first what may have to wait for others, then
+-- what others may have to wait for; so nobody waits in a circle. How many messages were not there.
+CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURNS integer
+    LANGUAGE plpgsql
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    SET enable_hashjoin = off
+    SET enable_mergejoin = off
+    AS $$
+    #variable_conflict use_column
+    DECLARE
+        missing integer := 0;
+        ended record;
+        waiting record;
+        parked bigint[] := '{}';     -- those that wait now
+        too_early uuid[] := '{}';    -- lanes of those whose position is being settled this very moment
+        tracks json;
+        alone uuid[];                -- lanes that nobody is adding to
+    BEGIN
+        IF json_array_length(turn->'done') > 0 THEN
+            WITH line AS MATERIALIZED (
+                SELECT * FROM json_to_recordset(turn->'done') AS (
+                    seq bigint, identity uuid, handler text, result text, duration_ms float8, keep_ms bigint,
+                    started integer)),
+            gone AS (DELETE FROM onceward_pending p USING line WHERE p.seq = line.seq RETURNING p.lane, p.track),
+            written AS (
+                UPDATE onceward_records r
+                SET state = 'processed', attempts = r.attempts + 1,
+                    started = greatest(0, r.started - coalesce(line.started, 0)),
+                    processed_at = clock_timestamp(), processed_position = nextval('onceward_processed'),
+                    result = line.result::json, duration_ms = line.duration_ms,
+                    payload = NULL, body = NULL, headers = NULL, next_try_at = NULL,
+                    expires_at = clock_timestamp() + line.keep_ms * interval '1 millisecond',
+                    handler = line.handler, host = on_host
+                FROM line
+                WHERE r.identity = line.identity AND r.state IN ('accepted', 'running', 'failed')
+                RETURNING r.identity)
+            SELECT (SELECT count(*) FROM line) * 2 - (SELECT count(*) FROM gone) - (SELECT count(*) FROM written)
+                       AS missing,
+                   (SELECT json_agg(DISTINCT jsonb_build_object('lane', lane, 'track', track)) FROM gone
+                    WHERE track IS NOT NULL) AS tracks
+            INTO ended;
+            missing := missing + ended.missing;
+            tracks := ended.tracks;
+        END IF;
+
+        IF json_array_length(turn->'failed') > 0 THEN
+            WITH line AS MATERIALIZED (
+                SELECT * FROM json_to_recordset(turn->'failed') AS (
+                    seq bigint, identity uuid, error text, handler text, delay float8, dead boolean, counted boolean,
+                    duration_ms float8, started integer)),
+            gone AS (
+                DELETE FROM onceward_pending p USING line WHERE p.seq = line.seq AND line.dead
+                RETURNING p.lane, p.track),
+            put_off AS (
+                UPDATE onceward_pending p SET due = clock_timestamp() + line.delay * interval '1 second'
+                FROM line WHERE p.seq = line.seq AND line.dead IS NOT TRUE RETURNING p.seq),
+            written AS (
+                UPDATE onceward_records r
+                SET state = CASE WHEN line.dead THEN 'dead' ELSE 'failed' END,
+                    attempts = r.attempts + CASE WHEN coalesce(line.counted, true) THEN 1 ELSE 0 END,
+                    started = greatest(0, r.started - coalesce(line.started, 0)),
+                    errors = (jsonb_path_query_array(coalesce(r.errors::jsonb, '[]'), '$[last - 8 to last]')
+                              || jsonb_build_array(line.error::jsonb
+                                                   || jsonb_build_object('at', clock_timestamp())))::json,
+                    duration_ms = line.duration_ms, handler = line.handler, host = on_host,
+                    next_try_at = CASE WHEN line.dead IS NOT TRUE
+                                       THEN clock_timestamp() + line.delay * interval '1 second' END
+                FROM line
+                WHERE r.identity = line.identity AND r.state IN ('accepted', 'running', 'failed')
+                RETURNING r.identity)
+            SELECT (SELECT count(*) FROM line) * 2 - (SELECT count(*) FROM gone) - (SELECT count(*) FROM put_off)
+                       - (SELECT count(*) FROM written) AS missing,
+                   (SELECT json_agg(DISTINCT jsonb_build_object('lane', lane, 'track', track)) FROM gone
+                    WHERE track IS NOT NULL) AS tracks
+            INTO ended;
+            missing := missing + ended.missing;
+            tracks := (coalesce(tracks::jsonb, '[]') || coalesce(ended.tracks::jsonb, '[]'))::json;
+        END IF;
+
+        IF missing > 0 THEN
+            RETURN missing;
+        END IF;
+
+        -- What comes next in a track need not stay behind any more.
+        IF json_array_length(tracks) > 0 THEN
+            UPDATE onceward_pending SET aside = false
+            WHERE aside AND seq IN (
+                SELECT (SELECT p.seq FROM onceward_pending p WHERE p.lane = t.lane AND p.track = t.track
+                        ORDER BY p."position", p.seq LIMIT 1)
+                FROM json_to_recordset(tracks) AS t(lane uuid, track text));
+        END IF;
+
+        -- Waiting for a position, and settling it, exclude each other: who waits has its lock alone, who settles shares
+        -- it (onceward_settled). We do not wait for the lock: who has it is about to settle it.
+        FOR waiting IN
+            SELECT * FROM json_to_recordset(turn->'blocked') AS (
+                seq bigint, identity uuid, lane uuid, tenant text, stream text, "position" bigint,
+                deadline timestamptz)
+        LOOP
+            IF NOT pg_try_advisory_xact_lock(
+                    onceward_position_lock(of_consumer, waiting.tenant, waiting.stream, waiting."position")) THEN
+                too_early := too_early || waiting.lane;
+            ELSIF NOT onceward_is_done(of_consumer, waiting.tenant, waiting.stream, waiting."position") THEN
+                INSERT INTO onceward_waits (seq, consumer, tenant, stream, "position", lane, deadline)
+                VALUES (waiting.seq, of_consumer, waiting.tenant, waiting.stream, waiting."position", waiting.lane,
+                        waiting.deadline)
+                ON CONFLICT (seq) DO UPDATE
+                SET tenant = excluded.tenant, stream = excluded.stream, "position" = excluded."position",
+                    deadline = excluded.deadline;
+                UPDATE onceward_pending SET aside = true WHERE seq = waiting.seq AND rank < 0;
+                parked := parked || waiting.seq;
+            END IF;
+        END LOOP;
+
+        IF json_array_length(turn->'behind') > 0 THEN
+            UPDATE onceward_pending SET aside = true
+            WHERE seq IN (SELECT value::bigint FROM json_array_elements_text(turn->'behind'));
+        END IF;
+
+        -- To sleep, or to end, a lane must be ours alone. Where somebody is adding to it, it is looked at again soon.
+        alone := ARRAY (
+            SELECT l.lane FROM json_to_recordset(turn->'lanes') AS e(lane uuid, "then" text)
+            JOIN onceward_lanes l ON l.lane = e.lane AND l.owner = turn->>'owner'
+            WHERE coalesce(e."then", 'next') IN ('next', 'wait') AND NOT e.lane = ANY (too_early)
+            FOR UPDATE OF l SKIP LOCKED);
+        DELETE FROM onceward_lanes l
+        WHERE l.lane = ANY (alone)
+          AND NOT EXISTS (SELECT FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside)
+          AND NOT EXISTS (SELECT FROM onceward_pending p WHERE p.lane = l.lane AND p.aside);
+        UPDATE onceward_lanes l
+        SET state = CASE WHEN e."then" = 'blocked' THEN 'blocked'
+                         WHEN e."then" = 'retry' THEN 'retrying'
+                         WHEN e."then" = 'later' THEN 'later'
+                         WHEN e.sleeps AND l.lane = ANY (alone) THEN 'waiting'
+                         ELSE 'ready' END,
+            run_at = CASE WHEN e."then" = 'blocked' THEN NULL
+                          WHEN e."then" IN ('retry', 'later') THEN clock_timestamp() + e.delay * interval '1 second'
+                          WHEN e.sleeps AND l.lane = ANY (alone) THEN NULL
+                          WHEN e.sleeps OR l.lane = ANY (too_early) THEN clock_timestamp() + interval '20 milliseconds'
+                          ELSE clock_timestamp() END,
+            blocker = e.blocker, owner = NULL, claims = 0
+        FROM (
+            -- It sleeps when nothing in it may run: all are set aside, or the first of its stream waits.
+            SELECT e.*, coalesce((SELECT p.seq FROM onceward_pending p WHERE p.lane = e.lane AND NOT p.aside
+                                  ORDER BY p.rank, p.seq LIMIT 1) = ANY (parked), true) AS sleeps
+            FROM json_to_recordset(turn->'lanes') AS e(lane uuid, "then" text, delay float8, blocker uuid)) e
+        WHERE l.lane = e.lane AND l.owner = turn->>'owner';
+        RETURN 0;
+    END $$;
+
+-- Whoever settles a record that has a position wakes what waits for it: at COMMIT, so that nothing is held for long.
+CREATE FUNCTION onceward_settled() RETURNS trigger
+    LANGUAGE plpgsql
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    AS $$
+    DECLARE
+        woken uuid[];
+    BEGIN
+        IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
+            INSERT INTO onceward_arrivals VALUES (NEW.consumer, NEW.tenant, NEW.stream, NEW."position");
+            RETURN NULL;
+        END IF;
+        PERFORM pg_advisory_xact_lock_shared(
+            onceward_position_lock(NEW.consumer, NEW.tenant, NEW.stream, NEW."position"));
+        woken := onceward_wake(NEW.consumer, NEW.tenant, NEW.stream, NEW."position");
+        RETURN NULL;
+    END $$;
+
+CREATE FUNCTION onceward_wake(of_consumer text, of_tenant text, of_stream text, at bigint) RETURNS uuid[]
+    LANGUAGE plpgsql
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    AS $$
+    #variable_conflict use_column
+    DECLARE
+        woken uuid[];
+    BEGIN
+        WITH satisfied AS (
+            DELETE FROM onceward_waits
+            WHERE consumer = of_consumer AND tenant = of_tenant AND stream = of_stream AND "position" = at
+            RETURNING seq, lane),
+        back AS (
+            UPDATE onceward_pending p SET aside = false FROM satisfied s WHERE p.seq = s.seq AND p.aside)
+        SELECT array_agg(DISTINCT lane) INTO woken FROM satisfied;
+        IF woken IS NOT NULL THEN
+            PERFORM onceward_touch(woken);
+        END IF;
+        RETURN woken;
+    END $$;
+
+CREATE CONSTRAINT TRIGGER onceward_settled
+    AFTER INSERT OR UPDATE OF state ON onceward_records
+    DEFERRABLE INITIALLY DEFERRED
+    FOR EACH ROW
+    WHEN (NEW.stream IS NOT NULL AND NEW."position" IS NOT NULL AND NEW.state IN ('processed', 'dead', 'discarded'))
+    EXECUTE FUNCTION onceward_settled();
+
+-- What waits for too long is looked at again, and so is what was settled by a transaction that could not see it. How
+-- many. Nobody waits for another who does the same.
+CREATE FUNCTION onceward_overdue(of_consumer text) RETURNS integer
+    LANGUAGE plpgsql
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    AS $$
+    #variable_conflict use_column
+    DECLARE
+        overdue uuid[];
+        arrived record;
+        woken integer := 0;
+    BEGIN
+        WITH late AS (
+            SELECT seq, lane FROM onceward_waits
+            WHERE consumer = of_consumer AND deadline <= clock_timestamp()
+            ORDER BY deadline LIMIT 1000 FOR UPDATE SKIP LOCKED),
+        ended AS (DELETE FROM onceward_waits w USING late WHERE w.seq = late.seq),
+        back AS (UPDATE onceward_pending p SET aside = false FROM late WHERE p.seq = late.seq AND p.aside)
+        SELECT array_agg(DISTINCT lane), count(*) INTO overdue, woken FROM late;
+        IF overdue IS NOT NULL THEN
+            PERFORM onceward_touch(overdue);
+        END IF;
+        FOR arrived IN
+            DELETE FROM onceward_arrivals WHERE ctid = ANY (ARRAY (
+                SELECT ctid FROM onceward_arrivals WHERE consumer = of_consumer LIMIT 1000 FOR UPDATE SKIP LOCKED))
+            RETURNING *
+        LOOP
+            woken := woken + coalesce(cardinality(onceward_wake(
+                of_consumer, arrived.tenant, arrived.stream, arrived."position")), 0);
+        END LOOP;
+        RETURN woken;
+    END $$;
+
+-- A dead letter goes back to its place in the queue. `lines` is the one line of it, as it was accepted.
+CREATE FUNCTION onceward_requeue(dead uuid, lines json) RETURNS boolean
+    LANGUAGE plpgsql
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    AS $$
+    #variable_conflict use_column
+    DECLARE
+        record_seq bigint;
+        to_lane uuid;
+    BEGIN
+        UPDATE onceward_records
+        SET state = 'accepted', attempts = 0, started = 0, next_try_at = NULL,
+            received_position = coalesce(received_position, nextval('onceward_received'))
+        WHERE identity = dead AND state = 'dead'
+        RETURNING received_position INTO record_seq;
+        IF record_seq IS NULL THEN
+            RETURN false;
+        END IF;
+        INSERT INTO onceward_pending (seq, identity, lane, rank, track, "position")
+        SELECT record_seq, dead, lane, rank, track, "position"
+        FROM json_to_recordset(lines) AS (lane uuid, rank bigint, track text, "position" bigint)
+        RETURNING lane INTO to_lane;
+        LOOP
+            INSERT INTO onceward_lanes (lane, consumer, tenant, name, share, run_at)
+            SELECT to_lane, r.consumer, r.tenant, line.lane_name, line.share, clock_timestamp()
+            FROM json_to_recordset(lines) AS line(lane_name text, share bigint), onceward_records r
+            WHERE r.identity = dead
+            ON CONFLICT (lane) DO NOTHING;
+            EXIT WHEN onceward_touch(ARRAY[to_lane]) = 1;
+        END LOOP;
+        UPDATE onceward_lanes SET state = 'ready', run_at = clock_timestamp(), blocker = NULL
+        WHERE lane = to_lane AND state = 'blocked' AND blocker = dead;
+        RETURN true;
+    END $$;
+
+-- A dead letter will never run, and its lane goes on.
+CREATE FUNCTION onceward_drop(dead uuid, from_lane uuid) RETURNS boolean
+    LANGUAGE plpgsql
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    AS $$
+    BEGIN
+        UPDATE onceward_records SET state = 'discarded', payload = NULL, body = NULL, headers = NULL
+        WHERE identity = dead AND state = 'dead';
+        IF NOT FOUND THEN
+            RETURN false;
+        END IF;
+        UPDATE onceward_lanes SET state = 'ready', run_at = clock_timestamp(), blocker = NULL
+        WHERE lane = from_lane AND state = 'blocked' AND blocker = dead;
+        RETURN true;
+    END $$;

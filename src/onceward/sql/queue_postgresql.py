@@ -1,0 +1,111 @@
+"""The queue of a stored inbox on PostgreSQL, as plans. The steps are functions of the database, see 0004_queue.sql."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from onceward.errors import HandlerEndedTransaction
+from onceward.identity import Identity
+from onceward.queue import Closing, Kept, KeptLine, LaneClaim, QueueLine, Share, Taken
+from onceward.record import Record
+from onceward.sql.dialect import Dialect
+from onceward.sql.plan import Plan
+from onceward.sql.queue_rows import lanes_of, queued_of
+from onceward.sql.verbs import record_of
+
+_NEW = KeptLine(Kept.NEW)
+
+
+def accept(dialect: Dialect, lines: Sequence[QueueLine], consumer: str, host: str) -> Plan[list[KeptLine]]:
+    """Where all are new, nothing is said."""
+    params = {"lines": _json(lines), "lanes": _json(lanes_of(lines)), "consumer": consumer, "host": host}
+    result = yield dialect("queue_accept", params)
+    if not result.rows:
+        return [_NEW] * len(lines)
+    return [
+        KeptLine(Kept(row["how"]), row["known_hash"]) for row in sorted(result.rows, key=lambda one: int(one["place"]))
+    ]
+
+
+def claim_lanes(
+    dialect: Dialect, consumer: str, owner: str, most: int, lease: float, share: Share | None
+) -> Plan[list[LaneClaim]]:
+    params = {"consumer": consumer, "owner": owner, "most": most, "lease": float(lease)}
+    result = yield _shared(dialect, "queue_claim", params, share)
+    return [LaneClaim(bytes(row["lane"]), row["claims"]) for row in result.rows]
+
+
+def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int) -> Plan[Taken]:
+    result = yield dialect("queue_take", _owned(owner, lanes) | {"most": most})
+    held = frozenset(bytes(row["lane"]) for row in result.rows)
+    return Taken(held, tuple(queued_of(row) for row in result.rows if row["seq"] is not None))
+
+
+def hold_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Plan[frozenset[bytes]]:
+    result = yield dialect("queue_hold", _owned(owner, lanes))
+    return frozenset(bytes(row["lane"]) for row in result.rows)
+
+
+def close_lanes(dialect: Dialect, closing: Closing, consumer: str, host: str) -> Plan[None]:
+    result = yield dialect("queue_close", {"turn": _json(closing), "consumer": consumer, "host": host})
+    if result.rows[0]["missing"]:
+        raise HandlerEndedTransaction("a message is gone: a handler removed it, or changed where tables are found")
+
+
+def release(dialect: Dialect, owner: str, lanes: Sequence[bytes], delay: float) -> Plan[None]:
+    yield dialect("queue_release", _owned(owner, lanes) | {"delay": float(delay)})
+
+
+def extend(dialect: Dialect, owner: str, lanes: Sequence[bytes], lease: float) -> Plan[frozenset[bytes]]:
+    result = yield dialect("queue_extend", _owned(owner, lanes) | {"lease": float(lease)})
+    return frozenset(bytes(row["lane"]) for row in result.rows)
+
+
+def mark_start(dialect: Dialect, owner: str, lane: bytes, identity: Identity) -> Plan[Record | None]:
+    params = {"owner": owner, "lane": lane.hex(), "identity": dialect.identity(identity.digest)}
+    result = yield dialect("queue_mark_start", params)
+    return record_of(result.rows[0]) if result.rows else None
+
+
+def unmark_start(dialect: Dialect, identity: Identity) -> Plan[None]:
+    yield dialect("queue_unmark_start", {"identity": dialect.identity(identity.digest)})
+
+
+def due_in(dialect: Dialect, consumer: str, share: Share | None) -> Plan[float | None]:
+    result = yield _shared(dialect, "queue_due_in", {"consumer": consumer}, share)
+    return max(0.0, result.rows[0]["seconds"]) if result.rows else None
+
+
+def wake_overdue(dialect: Dialect, consumer: str) -> Plan[int]:
+    result = yield dialect("queue_overdue", {"consumer": consumer})
+    woken: int = result.rows[0]["woken"]
+    return woken
+
+
+def requeue(dialect: Dialect, identity: Identity, line: QueueLine) -> Plan[bool]:
+    params = {"identity": dialect.identity(identity.digest), "lines": _json([line])}
+    result = yield dialect("queue_requeue", params)
+    return bool(result.rows[0]["done"])
+
+
+def drop(dialect: Dialect, identity: Identity, line: QueueLine) -> Plan[bool]:
+    result = yield dialect("queue_drop", {"identity": dialect.identity(identity.digest), "lane": line.lane})
+    return bool(result.rows[0]["done"])
+
+
+def _shared(dialect: Dialect, name: str, params: Mapping[str, Any], share: Share | None) -> Any:
+    if share is None:
+        return dialect(name, params)
+    number, shares = share
+    return dialect(f"{name}_share", {**params, "number": number, "shares": shares})
+
+
+def _owned(owner: str, lanes: Sequence[bytes]) -> dict[str, Any]:
+    return {"owner": owner, "lanes": ",".join(lane.hex() for lane in lanes)}
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
