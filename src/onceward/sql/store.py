@@ -153,7 +153,7 @@ async def _transaction(session: Session[Any], plan: Plan[T]) -> T:
 class _Units(Generic[Tx]):
     """A unit on a session of its own."""
 
-    __slots__ = ("_begin", "_driver", "_sessions", "_unit", "_wait")
+    __slots__ = ("_begin", "_driver", "_sessions", "_wait")
 
     def __init__(self, driver: Driver[Tx], begin: Begin[Tx] | None, wait: float, *, read_only: bool) -> None:
         self._driver = driver
@@ -163,14 +163,10 @@ class _Units(Generic[Tx]):
 
     async def __aenter__(self) -> SqlUnit[Tx]:
         session = await self._sessions.__aenter__()
-        self._unit = SqlUnit(self._driver, session, self._begin, self._wait)
-        return self._unit
+        return SqlUnit(self._driver, session, self._begin, self._wait)
 
-    async def __aexit__(self, *_error: object) -> None:
-        try:
-            await self._unit.rollback()
-        finally:
-            await self._sessions.__aexit__(None, None, None)
+    def __aexit__(self, *_error: object) -> Awaitable[bool | None]:
+        return self._sessions.__aexit__(None, None, None)  # which rolls back what is left open
 
 
 class SqlUnit(Generic[Tx]):

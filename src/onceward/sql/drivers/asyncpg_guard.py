@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from functools import cache
 from typing import Any
@@ -10,11 +10,14 @@ from typing import Any
 import asyncpg
 
 from onceward.errors import HandlerEndedTransaction, UsageError
-from onceward.shield import finish_here
+from onceward.shield import finish_here, within
 from onceward.sql.drivers.pool_watch import noticed
 from onceward.sql.drivers.postgresql import Guard
 
 _ENDS_CONNECTION = {"close", "terminate", "reset"}
+
+RESET_WITHIN = 5.0
+"""Seconds that a pool may take to reset a connection. One that does not answer is closed."""
 
 
 class GuardedConnection(Guard):
@@ -104,13 +107,33 @@ def take_off(pool: Any) -> None:
     pool.__class__ = type(pool).__mro__[2]
 
 
-async def acquire(pool: Any, wait: float) -> Any:
-    return await pool.acquire(timeout=wait)
+def acquire(pool: Any, wait: float) -> Awaitable[Any]:
+    return within(wait, pool.acquire())
 
 
-async def release(pool: Any, proxy: Any) -> None:
-    try:
-        await finish_here(pool.release(proxy))  # asyncpg sets its timeouts in a task of its own
-    except Exception:  # noqa: BLE001 - a connection that died on its way back says nothing about the message
-        with suppress(Exception):
-            proxy.terminate()
+class Resets:
+    """A pool resets a connection that comes back, with a trip of its own. In a pool of ours it rides with COMMIT."""
+
+    def __init__(self) -> None:
+        self.done: set[asyncpg.Connection] = set()
+        """Those on which the last thing said was a COMMIT with the reset behind it. They are about to be released."""
+
+    async def reset(self, connection: asyncpg.Connection) -> None:
+        """For the pool. Whoever has the connection next may be the user."""
+        if connection not in self.done:
+            await connection.execute(connection.get_reset_query())
+
+    async def release(self, pool: Any, proxy: Any) -> None:
+        connection = proxy._con  # noqa: SLF001
+        try:
+            if connection in self.done:
+                # Nothing is left to be sent, so it needs neither the task of pool.release() nor a limit of time.
+                connection._on_release()  # noqa: SLF001
+                await finish_here(proxy._holder.release(None))  # noqa: SLF001
+            else:
+                await finish_here(pool.release(proxy, timeout=RESET_WITHIN))  # it is set in a task of its own
+        except Exception:  # noqa: BLE001 - a connection that died on its way back says nothing about the message
+            with suppress(Exception):
+                proxy.terminate()
+        finally:
+            self.done.discard(connection)

@@ -230,6 +230,7 @@ class PostgresSession(ABC, Generic[Tx]):
             raise  # the database refused: a deferred constraint, a serialization failure
         if tag == "ROLLBACK":
             raise CommitNotApplied(f"COMMIT was answered with {tag}: nothing was written")
+        self._committed()
 
     async def rollback(self) -> None:
         guard, self._guard = self._guard, None
@@ -307,7 +308,7 @@ class PostgresSession(ABC, Generic[Tx]):
         """The connection, as it remembers prepared statements; None behind a pooler, where it may be any."""
 
     @abstractmethod
-    async def _send(self, sql: str) -> str:
+    def _send(self, sql: str) -> Coroutine[Any, Any, str]:
         """Several statements without parameters, in one trip. The last command tag."""
 
     @abstractmethod
@@ -320,6 +321,9 @@ class PostgresSession(ABC, Generic[Tx]):
     def _ending(self) -> str:
         """COMMIT, and what may ride with it. It is reached only by a transaction that is alive."""
         return "COMMIT"
+
+    def _committed(self) -> None:
+        """After that trip, when it came to its end."""
 
     def _finish(self, work: Coroutine[Any, Any, None]) -> Awaitable[None]:
         """How work that must not be cancelled is awaited."""
