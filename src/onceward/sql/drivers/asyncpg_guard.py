@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import cache
 from typing import Any
@@ -32,23 +32,25 @@ class GuardedConnection(Guard):
         self._connection = connection
         self._savepoints = 0
 
-    async def execute(self, query: str, *args: Any, timeout: float | None = None) -> str:
-        return await self._guarded(self._connection.execute, query, *args, timeout=timeout)  # type: ignore[no-any-return]
+    # Not async: each would be one more coroutine around the one that does the work.
 
-    async def executemany(self, command: str, args: Any, *, timeout: float | None = None) -> None:
-        await self._guarded(self._connection.executemany, command, args, timeout=timeout)
+    def execute(self, query: str, *args: Any, timeout: float | None = None) -> Coroutine[Any, Any, str]:
+        return self._guarded(self._connection.execute(query, *args, timeout=timeout))
 
-    async def fetch(self, query: str, *args: Any, **options: Any) -> list[Any]:
-        return await self._guarded(self._connection.fetch, query, *args, **options)  # type: ignore[no-any-return]
+    def executemany(self, command: str, args: Any, *, timeout: float | None = None) -> Coroutine[Any, Any, None]:
+        return self._guarded(self._connection.executemany(command, args, timeout=timeout))
 
-    async def fetchrow(self, query: str, *args: Any, **options: Any) -> Any:
-        return await self._guarded(self._connection.fetchrow, query, *args, **options)
+    def fetch(self, query: str, *args: Any, **options: Any) -> Coroutine[Any, Any, list[Any]]:
+        return self._guarded(self._connection.fetch(query, *args, **options))
 
-    async def fetchval(self, query: str, *args: Any, **options: Any) -> Any:
-        return await self._guarded(self._connection.fetchval, query, *args, **options)
+    def fetchrow(self, query: str, *args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
+        return self._guarded(self._connection.fetchrow(query, *args, **options))
 
-    async def fetchmany(self, query: str, args: Any, **options: Any) -> Any:
-        return await self._guarded(self._connection.fetchmany, query, args, **options)
+    def fetchval(self, query: str, *args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
+        return self._guarded(self._connection.fetchval(query, *args, **options))
+
+    def fetchmany(self, query: str, args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
+        return self._guarded(self._connection.fetchmany(query, args, **options))
 
     @asynccontextmanager
     async def transaction(self, **options: Any) -> AsyncIterator[None]:
@@ -78,10 +80,14 @@ class GuardedConnection(Guard):
         self.check()
         return getattr(self._connection, name)
 
-    async def _guarded(self, verb: Any, *args: Any, **options: Any) -> Any:
-        self.enter()
+    async def _guarded(self, verb: Coroutine[Any, Any, Any]) -> Any:
         try:
-            return await verb(*args, **options)
+            self.enter()
+        except BaseException:
+            verb.close()
+            raise
+        try:
+            return await verb
         finally:
             self.leave(stands=self._connection.is_closed() or self._connection.is_in_transaction())
 

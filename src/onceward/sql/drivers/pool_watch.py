@@ -7,7 +7,7 @@ one. How a pool is made to call `noticed` is the driver's business; it is left a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any
 
@@ -82,7 +82,7 @@ class PoolWatch:
         put_on: Callable[[Any], None],
         take_off: Callable[[Any], None],
         acquire: Callable[[Any, float], Awaitable[Any]],
-        release: Callable[[Any, Any], Awaitable[None]],
+        release: Callable[[Any, Any], Coroutine[Any, Any, None]],
     ) -> None:
         if reaction not in ("warn", "raise", "allow"):
             raise UsageError('second_connection= is "warn", "raise" or "allow"')
@@ -143,7 +143,7 @@ class Lent:
         self._token = _hold.set(self._held)
         return connection
 
-    def __aexit__(self, *_error: object) -> Awaitable[None]:
+    def __aexit__(self, *_error: object) -> Coroutine[Any, Any, None]:
         self._held.active = False
         _hold.reset(self._token)
         return self._watch.release(self._pool, self._connection)
