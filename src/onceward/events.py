@@ -196,6 +196,7 @@ class Bus:
         self.listeners = listeners
         self.watchers = tuple(one for one in listeners if getattr(one, "hears_starts", False))
         """Those who hear Started and Finished too."""
+        self._only_log = all(one is log for one in listeners)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Add a listener; call what this returns to remove it."""
@@ -207,16 +208,9 @@ class Bus:
         return unsubscribe
 
     @property
-    def active(self) -> bool:
-        """Whether anybody listens. If not, no event need be made."""
-        return bool(self.listeners)
-
-    @property
     def is_quiet(self) -> bool:
         """Nobody would do anything with an event that says that all went well."""
-        return not any(one is not log for one in self.listeners) and not (
-            self.listeners and _log.isEnabledFor(logging.DEBUG)
-        )
+        return self._only_log and not (self.listeners and _log.isEnabledFor(logging.DEBUG))
 
     def emit(self, event: Event) -> None:
         tell(self.listeners, event)

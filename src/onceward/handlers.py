@@ -51,13 +51,14 @@ class Handler(msgspec.Struct, frozen=True):
     def name(self) -> str:
         return self.shape.name
 
-    @property
-    def wants_tx(self) -> bool:
-        return self.shape.wants_tx
+    def call(self, message: Message[Any], tx: Any) -> Any:
+        """What the function gives: an awaitable, or a result. PayloadUndecodable: the payload does not fit its model.
 
-    async def run(self, message: Message[Any], tx: Any) -> Any:
-        given = self.function(message, tx) if self.wants_tx else self.function(message)
-        return await given if inspect.isawaitable(given) else given
+        Not a coroutine: it would be one more for each message, around the handler's own.
+        """
+        if self.payload is not None:
+            message = self.decoded(message)
+        return self.function(message, tx) if self.shape.wants_tx else self.function(message)
 
     def decoded(self, message: Message[Any]) -> Message[Any]:
         """The message with its payload as the handler's model; PayloadUndecodable when it does not fit."""

@@ -18,7 +18,6 @@ from onceward.sql.plan import Result, Statement, gives_rows, numbered
 
 class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     def __init__(self, connection: asyncpg.Connection, resets: Resets | None = None) -> None:
-        super().__init__()
         self._connection = connection
         self._resets = resets
 

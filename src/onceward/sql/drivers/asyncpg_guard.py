@@ -27,10 +27,10 @@ class GuardedConnection(Guard):
     whether the transaction still stands, and when it does not, HandlerEndedTransaction is raised.
     """
 
+    _savepoints = 0
+
     def __init__(self, connection: asyncpg.Connection) -> None:
-        super().__init__()
         self._connection = connection
-        self._savepoints = 0
 
     # Not async: each would be one more coroutine around the one that does the work.
 

@@ -63,14 +63,13 @@ LOCATE = Statement(
 class Guard:
     """What a driver's handle for handlers is built on: it notices when the transaction ends, and who still runs."""
 
-    def __init__(self) -> None:
-        self._over = False
-        self._ended = False
-        self._idle: asyncio.Future[None] | None = None
-        self.broken = False
-        """A savepoint could not be undone, so nobody knows what would be committed."""
-        self.running = 0
-        """Verbs that have been called and have not come back."""
+    _over = False
+    _ended = False
+    _idle: asyncio.Future[None] | None = None
+    broken = False
+    """A savepoint could not be undone, so nobody knows what would be committed."""
+    running = 0
+    """Verbs that have been called and have not come back."""
 
     def end_of_run(self) -> bool:
         """Refuse further use. True when the handler had ended the transaction before."""
@@ -112,10 +111,9 @@ class Guard:
 class PostgresSession(ABC, Generic[Tx]):
     """One connection for a unit of work. Drivers fill in the primitives at the end."""
 
-    def __init__(self) -> None:
-        self._token = ""
-        self._guard: Guard | None = None
-        self._abandoned = False
+    _token = ""
+    _guard: Guard | None = None
+    _abandoned = False
 
     @property
     def lost(self) -> bool:
