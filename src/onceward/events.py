@@ -208,6 +208,11 @@ class Bus:
         return unsubscribe
 
     @property
+    def active(self) -> bool:
+        """Whether anybody listens. If not, no event need be made."""
+        return bool(self.listeners)
+
+    @property
     def is_quiet(self) -> bool:
         """Nobody would do anything with an event that says that all went well."""
         return self._only_log and not (self.listeners and _log.isEnabledFor(logging.DEBUG))

@@ -453,6 +453,8 @@ class Inbox(Generic[Tx]):
         """Settle it, and tell those who listen what happened."""
         if not self._open:
             raise InboxClosed
+        if not self._bus.active:
+            return self._settler.settle(work)
         return watched(self._bus, self.consumer, work, self._settler.settle)
 
     # --- records --------------------------------------------------------------------------------------------

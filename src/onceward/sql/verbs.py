@@ -285,7 +285,7 @@ def _claim_params(dialect: Dialect, record: Record) -> dict[str, Any]:
         "handler": record.handler,
         "host": record.host,
         "occurred_at": None if record.occurred_at is None else dialect.moment(record.occurred_at),
-        "keep_ms": milliseconds(record.retention),
+        "keep_ms": None if record.retention is None else milliseconds(record.retention),
         "stream": record.stream,
         "position": record.position,
     }

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import lru_cache
+from operator import itemgetter
 from secrets import token_hex
 from typing import Any, Generic, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -432,16 +433,16 @@ _prepared: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 @lru_cache(maxsize=256)
-def preparable(sql: str) -> tuple[str, str, tuple[str, ...]]:
-    """A name for it, its text with $1, and the names of its parameters."""
+def preparable(sql: str) -> tuple[str, str, Callable[[Mapping[str, Any]], Iterable[Any]]]:
+    """A name for it, its text with $1, and what picks its parameters in their order."""
     text, names = numbered(sql)
-    return f"onceward_{digest(sql)[:8].hex()}", text, names
+    pick = itemgetter(*names) if len(names) > 1 else lambda params: [params[name] for name in names]
+    return f"onceward_{digest(sql)[:8].hex()}", text, pick
 
 
 def executing(statement: Statement) -> str:
-    name, _, names = preparable(statement.sql)
-    params = statement.params
-    return f"EXECUTE {name}({', '.join(literals([params[one] for one in names]))})"
+    name, _, pick = preparable(statement.sql)
+    return f"EXECUTE {name}({', '.join(literals(pick(statement.params)))})"
 
 
 def count(tag: str) -> int:
