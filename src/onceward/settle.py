@@ -53,7 +53,7 @@ class Settler(Generic[Tx]):
         self, message: Message[Any], *, read_only: bool = False, around: Callable[[Any], Any] | None = None
     ) -> AbstractAsyncContextManager[Unit[Tx]]:
         """A unit of work for this message, with the user's `on_begin`, and `around` it, in each of its transactions."""
-        begin = self._begin(message)
+        begin = None if self._on_begin is None else self._begin(message)
         if begin is not None and around is not None:
             begin = around(begin)
         return self._store.unit(begin=begin, wait=self._wait, read_only=read_only)

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from enum import IntEnum
+from inspect import isawaitable
 from time import perf_counter
 from typing import Any, Literal
 
@@ -366,13 +367,14 @@ class Turn:
         self._slots.append(slot)
 
     async def _called(self, handler: Handler, message: Message[Any]) -> Any:
-        decoded = handler.decoded(message)
-        tx = self._unit.tx if handler.wants_tx else None
+        given = handler.call(message, self._unit.tx)
+        if not isawaitable(given):
+            return given
         if handler.timeout is None:
-            return await handler.run(decoded, tx)
+            return await given
         try:
             async with asyncio.timeout(handler.timeout) as patience:
-                return await handler.run(decoded, tx)
+                return await given
         except TimeoutError as error:
             if not patience.expired():
                 raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
 from typing import Any, Generic, TypeVar
@@ -17,9 +17,9 @@ from onceward.sql import queue_postgresql, queue_rows, upkeep, verbs
 from onceward.sql.dialect import DIALECTS, migrations, quoted
 from onceward.sql.driver import Driver, Session
 from onceward.sql.joined import joined
-from onceward.sql.plan import Plan, inlined, run
+from onceward.sql.plan import Plan, Result, Statement, inlined, run
 from onceward.stats import Stats
-from onceward.store import Begin, ClaimLine, Closing, Done, Features, Found, Sweepable, SweptBatch
+from onceward.store import Begin, ClaimLine, Closing, Done, Features, Found, InFlight, Sweepable, SweptBatch
 
 Tx = TypeVar("Tx")
 T = TypeVar("T")
@@ -158,7 +158,7 @@ async def _transaction(session: Session[Any], plan: Plan[T]) -> T:
 class _Units(Generic[Tx]):
     """A unit on a session of its own."""
 
-    __slots__ = ("_begin", "_driver", "_sessions", "_unit", "_wait")
+    __slots__ = ("_begin", "_driver", "_sessions", "_wait")
 
     def __init__(self, driver: Driver[Tx], begin: Begin[Tx] | None, wait: float, *, read_only: bool) -> None:
         self._driver = driver
@@ -168,14 +168,10 @@ class _Units(Generic[Tx]):
 
     async def __aenter__(self) -> SqlUnit[Tx]:
         session = await self._sessions.__aenter__()
-        self._unit = SqlUnit(self._driver, session, self._begin, self._wait)
-        return self._unit
+        return SqlUnit(self._driver, session, self._begin, self._wait)
 
-    async def __aexit__(self, *_error: object) -> None:
-        try:
-            await self._unit.rollback()
-        finally:
-            await self._sessions.__aexit__(None, None, None)
+    def __aexit__(self, *_error: object) -> Coroutine[Any, Any, bool | None]:
+        return self._sessions.__aexit__(None, None, None)  # which rolls back what is left open
 
 
 class SqlUnit(Generic[Tx]):
@@ -207,7 +203,14 @@ class SqlUnit(Generic[Tx]):
         return self._session.is_conflict(error)
 
     async def claim(self, record: Record) -> Found | None:
-        return await self._start(verbs.claim(self._dialect, record))
+        """The insert decides. Only when it did not insert do we look, and a look never answers "new"."""
+        inserted = await self._first(verbs.claim(self._dialect, record))
+        if inserted.changed == 1:
+            return None
+        found = await self._say(verbs.find(self._dialect, record.identity))
+        if found is None:
+            raise InFlight
+        return found
 
     async def take(self, found: Record, record: Record) -> bool:
         return await self._say(verbs.take(self._dialect, found, record))
@@ -218,11 +221,11 @@ class SqlUnit(Generic[Tx]):
     async def complete(self, record: Record) -> None:
         await self._say(verbs.complete(self._dialect, record))
 
-    async def commit(self) -> None:
-        await self._session.commit()
+    def commit(self) -> Coroutine[Any, Any, None]:
+        return self._session.commit()
 
-    async def rollback(self) -> None:
-        await self._session.rollback()
+    def rollback(self) -> Coroutine[Any, Any, None]:
+        return self._session.rollback()
 
     async def find(self, identity: Identity) -> Found | None:
         return await self._alone(verbs.find(self._dialect, identity))
@@ -382,11 +385,16 @@ class SqlUnit(Generic[Tx]):
     async def _start(self, plan: Plan[T]) -> T:
         """Begin a transaction with this plan; the caller ends it."""
         self._saved = False
-        if self._begin is None:
-            return await run(plan, self._session.execute, first=self._session.begin)
+        return await run(plan, self._session.execute, first=self._first)
+
+    def _first(self, statement: Statement) -> Coroutine[Any, Any, Result]:
+        """Begin a transaction with this statement, behind `on_begin` where there is one."""
+        return self._session.begin(statement) if self._begin is None else self._behind(self._begin, statement)
+
+    async def _behind(self, begin: Begin[Tx], statement: Statement) -> Result:
         await self._session.begin()
-        await self._begin(self._session.tx)
-        return await self._say(plan)
+        await begin(self._session.tx)
+        return await self._session.execute(statement)
 
     async def _at_once(self, plan: Plan[T]) -> T:
         """A transaction of its own; one statement is one by itself, and needs one trip."""
