@@ -23,7 +23,7 @@ from onceward.shield import finish
 from onceward.sql import dialect
 from onceward.sql.drivers.sqlite_line import was_closed
 from onceward.sql.drivers.sqlite_writer import Group, Turn, Writer, connect, primary_code, raise_translated
-from onceward.sql.plan import Result, Statement
+from onceward.sql.plan import Result, Statement, numbered
 from onceward.store import Conflict, Features
 
 
@@ -170,7 +170,8 @@ class SqliteSession:
         return self._result(statement)
 
     def _result(self, statement: Statement) -> Result:
-        cursor = self._raw(statement.sql, statement.params)
+        sql, names = numbered(statement.sql, "?")
+        cursor = self._raw(sql, tuple(map(statement.params.__getitem__, names)))
         if cursor.description is None:
             return Result((), cursor.rowcount)
         rows = cursor.fetchall()
@@ -180,7 +181,7 @@ class SqliteSession:
         for statement in statements_of(sql):
             self._raw(statement)
 
-    def _raw(self, sql: str, params: Any = ()) -> sqlite3.Cursor:
+    def _raw(self, sql: str, params: tuple[Any, ...] = ()) -> sqlite3.Cursor:
         self._writer.guarding = False
         try:
             return self._writer.cursor.execute(sql, params)
