@@ -50,8 +50,8 @@ PARAMETER = re.compile(r"'[^']*'|--[^\n]*|(?<!:):([a-z_]+)")
 
 
 @lru_cache(maxsize=256)
-def numbered(sql: str) -> tuple[str, tuple[str, ...]]:
-    """`:name` as `$1`, and the names in the order of their numbers."""
+def numbered(sql: str, mark: str = "$") -> tuple[str, tuple[str, ...]]:
+    """`:name` as `$1` or `?1`, and the names in the order of their numbers."""
     names: list[str] = []
 
     def number(match: re.Match[str]) -> str:
@@ -60,7 +60,7 @@ def numbered(sql: str) -> tuple[str, tuple[str, ...]]:
             return match[0]
         if name not in names:
             names.append(name)
-        return f"${names.index(name) + 1}"
+        return f"{mark}{names.index(name) + 1}"
 
     return PARAMETER.sub(number, sql), tuple(names)
 
