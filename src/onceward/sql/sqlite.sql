@@ -192,6 +192,13 @@ CREATE TABLE IF NOT EXISTS onceward_schema (
 -- name: schema_applied
 INSERT INTO onceward_schema (version, name) VALUES (:version, :name)
 
+-- name: schema_applied_since
+INSERT INTO onceward_schema (version, name, since) VALUES (:version, :name, :since)
+
+-- The oldest code that works with all that is newer than what we know.
+-- name: schema_since
+SELECT coalesce(max(coalesce(since, version)), 0) AS since FROM onceward_schema WHERE version > :known
+
 -- BEGIN IMMEDIATE already holds the write lock.
 -- name: schema_lock
 SELECT 1
@@ -199,21 +206,16 @@ SELECT 1
 -- name: schema_versions
 SELECT version FROM onceward_schema
 
--- name: record_columns
-SELECT name FROM pragma_table_info('onceward_records')
-
--- name: token_exists
-SELECT 1 FROM pragma_table_info('onceward_schema') WHERE name = 'token'
-
--- name: token_column
-ALTER TABLE onceward_schema ADD COLUMN token TEXT NOT NULL DEFAULT ''
+-- What there is of ours: a column of a table, or what a table is not.
+-- name: schema_made
+SELECT 'column' AS kind, t.name AS name, c.name AS body
+FROM sqlite_master t, pragma_table_info(t.name) c
+WHERE t.type = 'table' AND t.name GLOB 'onceward_*'
+UNION ALL
+SELECT type, name, sql FROM sqlite_master WHERE type = 'trigger' AND name GLOB 'onceward_*'
 
 -- name: token_filled
 UPDATE onceward_schema SET token = lower(hex(randomblob(16))) WHERE coalesce(token, '') = ''
-
--- SQLite has no functions of its own.
--- name: function_missing
-SELECT 1 WHERE false
 
 -- For many messages at once these are said once for each: there is no trip to save.
 -- name: find_done

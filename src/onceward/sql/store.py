@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
@@ -14,7 +15,8 @@ from onceward.queue import KeptLine, LaneClaim, QueueLine, QueueStats, Share, Ta
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
 from onceward.sql import queue_postgresql, queue_rows, upkeep, verbs
-from onceward.sql.dialect import DIALECTS, migrations, quoted
+from onceward.sql.catalog import migrations
+from onceward.sql.dialect import DIALECTS, Dialect, quoted
 from onceward.sql.driver import Driver, Session
 from onceward.sql.joined import joined
 from onceward.sql.plan import Plan, Result, Statement, inlined, run
@@ -26,6 +28,9 @@ T = TypeVar("T")
 
 QUEUES: dict[str, Any] = {"postgresql": queue_postgresql}
 """The plans of the queue, by dialect."""
+PATIENCE = (1.0, 2.0, 4.0, 8.0, 16.0, None)
+"""Seconds that a migration waits for a lock; at last, for as long as it takes."""
+LOCK_NOT_AVAILABLE = "55P03"
 
 
 class SqlStore(Generic[Tx]):
@@ -85,6 +90,18 @@ class SqlStore(Generic[Tx]):
                 await finish(self._driver.close())
 
     async def _migrate(self) -> None:
+        """A migration waits for handlers at work, and whoever writes meanwhile waits for the migration: so it waits
+        briefly at first, and lets them go on before it tries again."""
+        for patience in PATIENCE:
+            try:
+                await self._migrate_within(patience)
+                return
+            except Exception as error:
+                if patience is None or getattr(error, "sqlstate", None) != LOCK_NOT_AVAILABLE:
+                    raise
+            await asyncio.sleep(patience)
+
+    async def _migrate_within(self, patience: float | None) -> None:
         dialect = self._driver.dialect
         async with self._driver.session(wait=30.0) as session:
             try:
@@ -92,7 +109,7 @@ class SqlStore(Generic[Tx]):
                 if self._driver.schema is not None:
                     await session.script(f"CREATE SCHEMA IF NOT EXISTS {quoted(self._driver.schema)}")
                 for migration in await run(verbs.pending_migrations(dialect), session.execute):
-                    await session.script(_placed(dialect.schema) + migration.sql)
+                    await session.script(_patient(dialect, patience) + _placed(dialect.schema) + migration.sql)
                     await run(verbs.migrated(dialect, migration), session.execute)
                 await session.commit()
             finally:
@@ -105,9 +122,8 @@ class SqlStore(Generic[Tx]):
                 await session.begin()
                 if dialect.schema is not None:
                     await session.script(_placed(dialect.schema))
-                more = await run(upkeep.stamp(dialect), session.execute)
-                if more is not None:
-                    await session.script(more)
+                for statement in await run(upkeep.stamp(dialect), session.execute):
+                    await session.script(statement)
                 await session.commit()
             finally:
                 await session.rollback()
@@ -131,14 +147,20 @@ class SqlStore(Generic[Tx]):
             await unit.rollback()
 
 
-def schema(dialect: str) -> str:
-    """The whole schema as SQL text, as `onceward setup` would apply it."""
+def schema(dialect: str, version: int | None = None) -> str:
+    """The whole schema as SQL text, as `onceward setup` would apply it; or as it was with an older version."""
     known = DIALECTS[dialect]()
     parts = [f"{known('schema_table').sql};\n"]
-    for migration in migrations(dialect):
+    for migration in migrations(dialect)[:version]:
         applied = verbs.migrated(known, migration)
         parts.append(f"-- {migration.name}\n{migration.sql}\n{inlined(next(applied))};\n")
     return "\n".join(parts)
+
+
+def _patient(dialect: Dialect, seconds: float | None) -> str:
+    if dialect.name != "postgresql" or seconds is None:
+        return ""
+    return f"SET LOCAL lock_timeout = '{seconds:g}s';\n"
 
 
 def _placed(schema: str | None) -> str:

@@ -14,7 +14,8 @@ from onceward.identity import Identity
 from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.retention import milliseconds
-from onceward.sql.dialect import Dialect, Migration, migrations
+from onceward.sql.catalog import Migration, migrations
+from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
 from onceward.store import ClaimLine, Closing, Done, Found
 
@@ -217,10 +218,12 @@ def check_version(dialect: Dialect) -> Plan[None]:
             found=found, wanted=wanted,
         )  # fmt: skip
     if found > wanted:
-        raise SchemaTooNew(
-            f"the tables have version {found}, this onceward knows {wanted}. Upgrade the package.",
-            found=found, wanted=wanted,
-        )  # fmt: skip
+        since = yield dialect("schema_since", {"known": wanted})
+        if since.rows[0]["since"] > wanted:
+            raise SchemaTooNew(
+                f"the tables have version {found}, this onceward knows {wanted}. Upgrade the package.",
+                found=found, wanted=wanted,
+            )  # fmt: skip
 
 
 def token(dialect: Dialect) -> Plan[str]:
@@ -243,7 +246,11 @@ def pending_migrations(dialect: Dialect) -> Plan[list[Migration]]:
 
 
 def migrated(dialect: Dialect, migration: Migration) -> Plan[None]:
-    yield dialect("schema_applied", {"version": migration.version, "name": migration.name})
+    applied = {"version": migration.version, "name": migration.name}
+    if migration.since == migration.version:  # the column is younger than the first of them
+        yield dialect("schema_applied", applied)
+    else:
+        yield dialect("schema_applied_since", applied | {"since": migration.since})
 
 
 # --- records and rows ---------------------------------------------------------------------------------------

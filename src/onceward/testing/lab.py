@@ -70,6 +70,10 @@ class Lab(ABC):
     async def make_older(self, message_id: str, *, days: int) -> None:
         """Move the times of a record into the past."""
 
+    async def back_to(self, version: int) -> None:
+        """The tables as an older version made them, with the records that are there; 0: no tables at all."""
+        raise NotImplementedError
+
     async def slow_commits(self) -> None:  # noqa: B027 - not every database can
         """Make a COMMIT take a moment, where the database can, so that something can happen meanwhile."""
 

@@ -1,6 +1,9 @@
 -- The stored inbox. What is said where: a record (onceward_records) is the message and what became of it; a row here is
 -- what is still to be done. All of these tables are empty when there is nothing to do.
 
+-- The oldest code that works with what a migration made; NULL: none but its own.
+ALTER TABLE onceward_schema ADD COLUMN since integer;
+
 -- The order of arrival and of completion.
 CREATE SEQUENCE onceward_received;
 CREATE SEQUENCE onceward_processed;
@@ -66,9 +69,6 @@ CREATE TABLE onceward_arrivals (
     stream    text NOT NULL,
     position  bigint NOT NULL
 );
-
-CREATE INDEX onceward_records_queued ON onceward_records (received_position) WHERE received_position IS NOT NULL
-    AND state <> 'processed';
 
 -- How the functions below are planned. A worker's session keeps their plans for as long as it lives, and makes them when
 -- the tables may be empty; so a plan must be right whatever is in the tables later. Therefore: one plan, and not a new one
@@ -513,13 +513,6 @@ CREATE FUNCTION onceward_wake(of_consumer text, of_tenant text, of_stream text, 
         RETURN woken;
     END $$;
 
-CREATE CONSTRAINT TRIGGER onceward_settled
-    AFTER INSERT OR UPDATE OF state ON onceward_records
-    DEFERRABLE INITIALLY DEFERRED
-    FOR EACH ROW
-    WHEN (NEW.stream IS NOT NULL AND NEW."position" IS NOT NULL AND NEW.state IN ('processed', 'dead', 'discarded'))
-    EXECUTE FUNCTION onceward_settled();
-
 -- What waits for too long is looked at again, and so is what was settled by a transaction that could not see it. How
 -- many. Nobody waits for another who does the same.
 CREATE FUNCTION onceward_overdue(of_consumer text) RETURNS integer
@@ -608,3 +601,63 @@ CREATE FUNCTION onceward_drop(dead uuid, from_lane uuid) RETURNS boolean
         WHERE lane = from_lane AND state = 'blocked' AND blocker = dead;
         RETURN true;
     END $$;
+
+-- The functions find the tables where they are themselves, whatever the search path was here, or is in a handler.
+DO $$
+    DECLARE
+        one record;
+    BEGIN
+        FOR one IN
+            SELECT f.oid::regprocedure AS name, n.nspname AS place
+            FROM pg_proc f JOIN pg_namespace n ON n.oid = f.pronamespace
+            WHERE n.nspname = current_schema() AND f.proname ~ '^onceward_' AND f.proconfig::text ~ 'search_path='
+        LOOP
+            EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', one.name, one.place);
+        END LOOP;
+    END $$;
+
+-- Whoever may write records may use the queue, and whoever may read them may look at it: the trigger below works with
+-- the rights of the one who writes.
+DO $$
+    DECLARE
+        role record;
+        one record;
+    BEGIN
+        FOR role IN
+            SELECT CASE WHEN acl.grantee = 0 THEN 'PUBLIC' ELSE acl.grantee::regrole::text END AS name,
+                   bool_or(acl.privilege_type = 'INSERT') AS writes
+            FROM pg_class t, aclexplode(coalesce(t.relacl, acldefault('r', t.relowner))) acl
+            WHERE t.oid = 'onceward_records'::regclass AND acl.privilege_type IN ('SELECT', 'INSERT')
+            GROUP BY acl.grantee
+        LOOP
+            FOR one IN
+                SELECT t.oid::regclass AS name, t.relkind
+                FROM pg_class t JOIN pg_namespace n ON n.oid = t.relnamespace
+                WHERE n.nspname = current_schema() AND t.relname ~ '^onceward_' AND t.relkind IN ('r', 'S')
+                  AND t.relname NOT IN ('onceward_records', 'onceward_schema')
+            LOOP
+                EXECUTE format(
+                    CASE WHEN one.relkind = 'S' AND role.writes THEN 'GRANT USAGE ON SEQUENCE %s TO %s'
+                         WHEN one.relkind = 'S' THEN 'GRANT SELECT ON SEQUENCE %s TO %s'
+                         WHEN role.writes THEN 'GRANT SELECT, INSERT, UPDATE, DELETE ON %s TO %s'
+                         ELSE 'GRANT SELECT ON %s TO %s' END, one.name, role.name);
+            END LOOP;
+            FOR one IN
+                SELECT f.oid::regprocedure AS name FROM pg_proc f JOIN pg_namespace n ON n.oid = f.pronamespace
+                WHERE role.writes AND n.nspname = current_schema() AND f.proname ~ '^onceward_'
+            LOOP
+                EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %s', one.name, role.name);
+            END LOOP;
+        END LOOP;
+    END $$;
+
+-- Last what needs the table of records to itself: it is written to meanwhile.
+CREATE CONSTRAINT TRIGGER onceward_settled
+    AFTER INSERT OR UPDATE OF state ON onceward_records
+    DEFERRABLE INITIALLY DEFERRED
+    FOR EACH ROW
+    WHEN (NEW.stream IS NOT NULL AND NEW."position" IS NOT NULL AND NEW.state IN ('processed', 'dead', 'discarded'))
+    EXECUTE FUNCTION onceward_settled();
+
+CREATE INDEX onceward_records_queued ON onceward_records (received_position) WHERE received_position IS NOT NULL
+    AND state <> 'processed';
