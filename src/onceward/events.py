@@ -3,6 +3,7 @@
 | event | when |
 |---|---|
 | Processed | a handler ran and its transaction is committed |
+| Accepted | a message was kept, to be worked on later |
 | Duplicate | a delivery was skipped: processed, accepted or dead before; `mismatch` when its payload differs |
 | Failed | a handler raised, the attempt is counted; `retry_at` where a policy says when |
 | Dead | a message became a dead letter |
@@ -52,6 +53,10 @@ class Processed(InboxEvent, frozen=True, kw_only=True):
     attempt: int
     duration_ms: float
     mismatch: bool = False
+
+
+class Accepted(InboxEvent, frozen=True, kw_only=True):
+    pass
 
 
 class Duplicate(InboxEvent, frozen=True, kw_only=True):
@@ -196,6 +201,7 @@ class Bus:
         self.listeners = listeners
         self.watchers = tuple(one for one in listeners if getattr(one, "hears_starts", False))
         """Those who hear Started and Finished too."""
+        self._only_log = all(one is log for one in listeners)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Add a listener; call what this returns to remove it."""
@@ -214,9 +220,7 @@ class Bus:
     @property
     def is_quiet(self) -> bool:
         """Nobody would do anything with an event that says that all went well."""
-        return not any(one is not log for one in self.listeners) and not (
-            self.listeners and _log.isEnabledFor(logging.DEBUG)
-        )
+        return self._only_log and not (self.listeners and _log.isEnabledFor(logging.DEBUG))
 
     def emit(self, event: Event) -> None:
         tell(self.listeners, event)

@@ -6,10 +6,10 @@ it, and settles it by the decision table of docs/guarantees.md. If it returns, a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import msgspec
 
@@ -43,7 +43,9 @@ from onceward.settle import Settler
 from onceward.shield import LoopLock
 from onceward.stats import Stats
 from onceward.store import Store
+from onceward.stored import StoredInbox, StoredOptions
 from onceward.tenants import TenantLike
+from onceward.turn import OnDead, OnDeadDependency
 from onceward.upkeep import Progress, Upkeep
 from onceward.watch import watched
 from onceward.work import Work
@@ -56,7 +58,7 @@ OnMismatch = Literal["report", "raise"]
 MAX_PAYLOAD = 16 * 1024 * 1024
 
 
-class Inbox(Generic[Tx]):
+class Inbox(StoredInbox[Tx]):
     """The barrier in front of your handlers, bound to a store and a consumer name.
 
     It can be made at import time and opened later: `async with inbox:` or `await inbox.open()`.
@@ -83,10 +85,17 @@ class Inbox(Generic[Tx]):
         max_payload: int = MAX_PAYLOAD,
         cache: int = 10_000,
         listeners: Iterable[events.Listener] = (events.log,),
+        on_dead: OnDead = "block",
+        strict: bool = False,
+        first_position: int = 1,
+        on_dead_dependency: OnDeadDependency = "wait",
+        dependency_timeout: timedelta | None = timedelta(days=1),
     ) -> None:
         _check_options(consumer, handlers)
         _one_of("on_mismatch", on_mismatch, ("report", "raise"))
         _one_of("unhandled", unhandled, ("raise", "ignore", "dead"))
+        _one_of("on_dead", on_dead, ("block", "skip"))
+        _one_of("on_dead_dependency", on_dead_dependency, ("wait", "dead", "run"))
         self.store = store
         self.consumer = consumer
         self._router = Router()
@@ -111,6 +120,14 @@ class Inbox(Generic[Tx]):
         self._bus = events.Bus(tuple(listeners))
         self._settler = Settler(store, wait=wait, on_begin=on_begin, cache=cache)
         self._batcher = Batcher(self._intake, self._settler, self._bus)
+        stored = StoredOptions(
+            on_dead=on_dead,
+            strict=strict,
+            first_position=first_position,
+            on_dead_dependency=on_dead_dependency,
+            dependency_timeout=dependency_timeout,
+        )
+        self._init_stored(self._intake, self._settler, self._bus, stored, on_begin)
         self._open = False
         self._opening = LoopLock()
 
@@ -135,6 +152,7 @@ class Inbox(Generic[Tx]):
     async def close(self) -> None:
         if self._open:
             self._open = False
+            await self._close_stored()
             await self._settler.close()
             await self.store.close()
 
@@ -184,7 +202,7 @@ class Inbox(Generic[Tx]):
         """
         _one_of("on_mismatch", on_mismatch, ("report", "raise"))
         settings = Idempotent(key=key, name=name)
-        known = {"retry": retry, "retention": retention, "raise_on_mismatch": on_mismatch == "raise"}
+        known: dict[str, Any] = {"retry": retry, "retention": retention, "raise_on_mismatch": on_mismatch == "raise"}
 
         def decorate(function: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]]:
             async def run(message: Message[Any], handler: Handler) -> Any:
@@ -265,13 +283,16 @@ class Inbox(Generic[Tx]):
         nothing is kept of a failure (see `record_failure`), and nothing has happened before you commit.
         """
         self._check_message(message)
-        known = self._intake.handler_for(message, handler)
-        if known is None:
+        try:
+            work = self._intake.take_in(
+                message, handler, key=key, retry=retry, retention=retention, redelivered=redelivered, origin=origin
+            )
+        except InvalidMessage as error:
+            self._refused(message, error)
+            raise
+        if work is None:
             self._bus.emit(events.Ignored(consumer=self.consumer, type=message.type, message_id=message.id))
             return Outcome(Kind.IGNORED)
-        work = self._work(
-            message, known, key=key, retry=retry, retention=retention, origin=origin, redelivered=redelivered
-        )
         if tx is not None:
             return await self._join(work, tx)
         return raised(await self._settle(work))
@@ -424,26 +445,35 @@ class Inbox(Generic[Tx]):
         if outcome is not None:
             self._bus.emit(events.of_outcome(self.consumer, work.message, work.identity, outcome))
 
-    def _work(self, message: Message[Any], handler: Handler, **known: Any) -> Work:
+    def _work(
+        self,
+        message: Message[Any],
+        handler: Handler,
+        *,
+        origin: str | None = None,
+        identity: Identity | None = None,
+        **asked: Any,
+    ) -> Work:
         try:
-            return self._intake.work(message, handler, **known)
+            return self._intake.maker(message.type, handler, **asked)(message, origin, identity)
         except InvalidMessage as error:
-            self._bus.emit(
-                events.Refused(consumer=self.consumer, type=message.type, message_id=message.id, error=error)
-            )
+            self._refused(message, error)
             raise
+
+    def _refused(self, message: Message[Any], error: InvalidMessage) -> None:
+        self._bus.emit(events.Refused(consumer=self.consumer, type=message.type, message_id=message.id, error=error))
 
     def identity_of(self, message: Message[Any], *, key: KeyLike | None = None) -> Identity:
         """The identity of a message: by `key`, by its registered handler's key, or by the inbox's."""
         return self._intake.identity_of(message, key)
 
-    async def _settle(self, work: Work) -> Outcome[Any]:
+    def _settle(self, work: Work) -> Coroutine[Any, Any, Outcome[Any]]:
         """Settle it, and tell those who listen what happened."""
         if not self._open:
             raise InboxClosed
         if not self._bus.active:
-            return await self._settler.settle(work)
-        return await watched(self._bus, self.consumer, work, self._settler.settle)
+            return self._settler.settle(work)
+        return watched(self._bus, self.consumer, work, self._settler.settle)
 
     # --- records --------------------------------------------------------------------------------------------
 

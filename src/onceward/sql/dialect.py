@@ -47,7 +47,7 @@ def postgresql(schema: str | None = None) -> Dialect:
         prefix = quoted(schema) + "."
         # `onceward_records.column` inside an upsert names the target, which keeps its bare name.
         statements = {name: _names().sub(lambda m: prefix + m[0], sql) for name, sql in statements.items()}
-    return Dialect("postgresql", statements, lambda digest: digest.hex(), lambda moment: moment, schema, sets=True)
+    return Dialect("postgresql", statements, bytes.hex, lambda moment: moment, schema, sets=True)
 
 
 def sqlite() -> Dialect:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
 from typing import Any, Generic, TypeVar
@@ -11,17 +11,17 @@ from typing import Any, Generic, TypeVar
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.queue import Closing as LaneClosing
-from onceward.queue import KeptLine, LaneClaim, QueueLine, QueueStats, Share, Taken
+from onceward.queue import KeptLine, LaneClaim, QueueLine, QueueStats, Share, Taken, Unmet
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
-from onceward.sql import queue_postgresql, upkeep, verbs
+from onceward.sql import queue_postgresql, queue_rows, upkeep, verbs
 from onceward.sql.catalog import migrations
 from onceward.sql.dialect import DIALECTS, Dialect, quoted
 from onceward.sql.driver import Driver, Session
 from onceward.sql.joined import joined
-from onceward.sql.plan import Plan, inlined, run
+from onceward.sql.plan import Plan, Result, Statement, inlined, run
 from onceward.stats import Stats
-from onceward.store import Begin, ClaimLine, Closing, Done, Features, Found, Sweepable, SweptBatch
+from onceward.store import Begin, ClaimLine, Closing, Done, Features, Found, InFlight, Sweepable, SweptBatch
 
 Tx = TypeVar("Tx")
 T = TypeVar("T")
@@ -180,7 +180,7 @@ async def _transaction(session: Session[Any], plan: Plan[T]) -> T:
 class _Units(Generic[Tx]):
     """A unit on a session of its own."""
 
-    __slots__ = ("_begin", "_driver", "_sessions", "_unit", "_wait")
+    __slots__ = ("_begin", "_driver", "_sessions", "_wait")
 
     def __init__(self, driver: Driver[Tx], begin: Begin[Tx] | None, wait: float, *, read_only: bool) -> None:
         self._driver = driver
@@ -190,14 +190,10 @@ class _Units(Generic[Tx]):
 
     async def __aenter__(self) -> SqlUnit[Tx]:
         session = await self._sessions.__aenter__()
-        self._unit = SqlUnit(self._driver, session, self._begin, self._wait)
-        return self._unit
+        return SqlUnit(self._driver, session, self._begin, self._wait)
 
-    async def __aexit__(self, *_error: object) -> None:
-        try:
-            await self._unit.rollback()
-        finally:
-            await self._sessions.__aexit__(None, None, None)
+    def __aexit__(self, *_error: object) -> Coroutine[Any, Any, bool | None]:
+        return self._sessions.__aexit__(None, None, None)  # which rolls back what is left open
 
 
 class SqlUnit(Generic[Tx]):
@@ -212,6 +208,7 @@ class SqlUnit(Generic[Tx]):
         self._dialect = driver.dialect
         self._session = session
         self._begin = begin
+        self._saved = False
 
     @property
     def tx(self) -> Tx:
@@ -228,7 +225,14 @@ class SqlUnit(Generic[Tx]):
         return self._session.is_conflict(error)
 
     async def claim(self, record: Record) -> Found | None:
-        return await self._start(verbs.claim(self._dialect, record))
+        """The insert decides. Only when it did not insert do we look, and a look never answers "new"."""
+        inserted = await self._first(verbs.claim(self._dialect, record))
+        if inserted.changed == 1:
+            return None
+        found = await self._say(verbs.find(self._dialect, record.identity))
+        if found is None:
+            raise InFlight
+        return found
 
     async def take(self, found: Record, record: Record) -> bool:
         return await self._say(verbs.take(self._dialect, found, record))
@@ -239,11 +243,11 @@ class SqlUnit(Generic[Tx]):
     async def complete(self, record: Record) -> None:
         await self._say(verbs.complete(self._dialect, record))
 
-    async def commit(self) -> None:
-        await self._session.commit()
+    def commit(self) -> Coroutine[Any, Any, None]:
+        return self._session.commit()
 
-    async def rollback(self) -> None:
-        await self._session.rollback()
+    def rollback(self) -> Coroutine[Any, Any, None]:
+        return self._session.rollback()
 
     async def find(self, identity: Identity) -> Found | None:
         return await self._alone(verbs.find(self._dialect, identity))
@@ -348,8 +352,19 @@ class SqlUnit(Generic[Tx]):
     async def hold_lanes(self, owner: str, lanes: Sequence[bytes]) -> frozenset[bytes]:
         return await self._start(self._queue.hold_lanes(self._dialect, owner, lanes))
 
+    async def unmet_of(self, record: Record) -> Unmet | None:
+        return await self._say(queue_rows.unmet_of(self._dialect, record))
+
+    async def waits_in_circle(self, record: Record, needed: Position) -> bool:
+        return await self._say(queue_rows.waits_in_circle(self._dialect, record, needed))
+
+    async def stood(self, taken: Taken) -> bool | None:
+        return await self._at_once(self._queue.stood(self._dialect, taken))
+
     async def savepoint(self) -> None:
-        await self._session.script("SAVEPOINT onceward_turn")
+        again = "RELEASE SAVEPOINT onceward_turn; " if self._saved else ""
+        self._saved = True
+        await self._session.script(f"{again}SAVEPOINT onceward_turn")
 
     async def back_to_savepoint(self) -> None:
         await self._session.script("ROLLBACK TO SAVEPOINT onceward_turn")
@@ -391,11 +406,17 @@ class SqlUnit(Generic[Tx]):
 
     async def _start(self, plan: Plan[T]) -> T:
         """Begin a transaction with this plan; the caller ends it."""
-        if self._begin is None:
-            return await run(plan, self._session.execute, first=self._session.begin)
+        self._saved = False
+        return await run(plan, self._session.execute, first=self._first)
+
+    def _first(self, statement: Statement) -> Coroutine[Any, Any, Result]:
+        """Begin a transaction with this statement, behind `on_begin` where there is one."""
+        return self._session.begin(statement) if self._begin is None else self._behind(self._begin, statement)
+
+    async def _behind(self, begin: Begin[Tx], statement: Statement) -> Result:
         await self._session.begin()
-        await self._begin(self._session.tx)
-        return await self._say(plan)
+        await begin(self._session.tx)
+        return await self._session.execute(statement)
 
     async def _at_once(self, plan: Plan[T]) -> T:
         """A transaction of its own; one statement is one by itself, and needs one trip."""

@@ -37,7 +37,6 @@ class GuardedConnection(Guard):
     """
 
     def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        super().__init__()
         self._connection = connection
 
     async def execute(self, query: Any, params: Any = None, **options: Any) -> psycopg.AsyncCursor[Any]:
@@ -74,7 +73,6 @@ class GuardedConnection(Guard):
 
 class PsycopgSession(PostgresSession["psycopg.AsyncConnection[Any]"]):
     def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        super().__init__()
         self._connection = connection
 
     @property

@@ -179,7 +179,9 @@ def take_off(engine: AsyncEngine) -> None:
 
 
 def watch_for(reaction: str) -> PoolWatch:
-    return PoolWatch(reaction, put_on, take_off, acquire, release)
+    watch = PoolWatch(reaction, put_on, take_off, acquire, release)
+    watch.joins = True
+    return watch
 
 
 class SqlAlchemyPostgresDriver(PostgresDriver[AsyncSession]):
