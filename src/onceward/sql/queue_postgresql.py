@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from onceward.errors import HandlerEndedTransaction
-from onceward.identity import Identity
+from onceward.identity import Identity, digest
 from onceward.queue import Closing, Kept, KeptLine, LaneClaim, QueueLine, Share, Taken
 from onceward.record import Record
 from onceward.sql.dialect import Dialect
@@ -81,6 +81,14 @@ def mark_start(dialect: Dialect, owner: str, lane: bytes, identity: Identity) ->
 
 def unmark_start(dialect: Dialect, identity: Identity) -> Plan[None]:
     yield dialect("queue_unmark_start", {"identity": dialect.identity(identity.digest)})
+
+
+def channel(dialect: Dialect, consumer: str) -> str:
+    return f"onceward_{digest(dialect.schema or '', consumer)[:10].hex()}"
+
+
+def call(dialect: Dialect, consumer: str) -> Plan[None]:
+    yield dialect("queue_call", {"channel": channel(dialect, consumer)})
 
 
 def due_in(dialect: Dialect, consumer: str, share: Share | None) -> Plan[float | None]:

@@ -134,6 +134,15 @@ class SqlStore(Generic[Tx]):
         return _Units(self._driver, begin, wait, read_only=read_only)
 
     @asynccontextmanager
+    async def listening(self, consumer: str, ring: Callable[[], None]) -> AsyncIterator[None]:
+        if not self.features.listens:
+            yield
+            return
+        driver: Any = self._driver  # of PostgreSQL
+        async with driver.listening(queue_postgresql.channel(driver.dialect, consumer), ring):
+            yield
+
+    @asynccontextmanager
     async def join(
         self, tx: Any, *, begin: Begin[Any] | None = None, read_only: bool = False
     ) -> AsyncIterator[SqlUnit[Any]]:
@@ -338,6 +347,8 @@ class SqlUnit(Generic[Tx]):
         if not self.joined:
             return await self._at_once(plan)
         kept: list[KeptLine] = await self._start(plan)
+        if self._dialect.sets:
+            await self._say(self._queue.call(self._dialect, consumer))  # heard when the caller commits
         await self.commit()
         return kept
 
@@ -346,7 +357,11 @@ class SqlUnit(Generic[Tx]):
     ) -> list[LaneClaim]:
         return await self._at_once(self._queue.claim_lanes(self._dialect, consumer, owner, most, lease, share))
 
-    async def take_lanes(self, owner: str, lanes: Sequence[bytes], *, most: int) -> Taken:
+    async def take_lanes(
+        self, owner: str, lanes: Sequence[bytes], *, most: int, idle_limit: float | None = None
+    ) -> Taken:
+        if idle_limit is not None and self._dialect.sets:
+            self._session.idle_limit = idle_limit  # type: ignore[attr-defined] # of PostgreSQL
         return await self._start(self._queue.take_lanes(self._dialect, owner, lanes, most))
 
     async def hold_lanes(self, owner: str, lanes: Sequence[bytes]) -> frozenset[bytes]:
@@ -383,6 +398,10 @@ class SqlUnit(Generic[Tx]):
 
     async def unmark_start(self, identity: Identity) -> None:
         await self._at_once(self._queue.unmark_start(self._dialect, identity))
+
+    async def call(self, consumer: str) -> None:
+        if self._driver.features.listens:
+            await self._at_once(self._queue.call(self._dialect, consumer))
 
     async def due_in(self, consumer: str, share: Share | None = None) -> float | None:
         return await self._at_once(self._queue.due_in(self._dialect, consumer, share))

@@ -125,10 +125,15 @@ class PostgresSession(ABC, Generic[Tx]):
         guard = self._guard
         return guard is not None and not guard.has_ended and self._in_transaction()
 
+    idle_limit: float | None = None
+    """Seconds that a transaction may be silent: then the server ends it, and whoever froze in it holds nobody up."""
+
     async def begin(self, first: Statement | None = None) -> Result:
         self._token = f"{_TOKENS}{next(_numbers)}"
         self._guard = self._new_guard()
         trip = f"{_BEGIN_14 if self._server_version() >= 14 else _BEGIN}'{self._token}'"
+        if self.idle_limit is not None:
+            trip += f"; SET LOCAL idle_in_transaction_session_timeout = {int(self.idle_limit * 1000)}"
         # A text literal means what we say only with standard_conforming_strings.
         if first is None or gives_rows(first.sql) or not self._has_standard_strings():
             await self._say(trip)
@@ -337,9 +342,8 @@ class PostgresSession(ABC, Generic[Tx]):
 class PostgresDriver(ABC, Generic[Tx]):
     """A pool of ours or of the user's, and sessions on its connections. Drivers fill in the primitives at the end."""
 
-    features = Features(guards_pool=True, errors_abort=True)
-
     def __init__(self, given: Any, schema: str | None, watch: PoolWatch) -> None:
+        self.features = Features(guards_pool=True, errors_abort=True)
         self.schema = schema
         self.dialect = dialect.postgresql(schema)
         self.watch = watch
