@@ -297,7 +297,8 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
         """In the turn's transaction: a place to go back to. One at a time; a new one replaces it. CommitNotApplied: a
         handler has swallowed an error of the database."""
 
-    async def back_to_savepoint(self) -> None: ...
+    async def back_to_savepoint(self) -> None:
+        """Undo what was written since. `tx` may be another one now. Ended: there is no transaction any more."""
 
     async def close_lanes(self, closing: Closing, *, consumer: str, host: str) -> None:
         """In the turn's transaction: write down what it came to. HandlerEndedTransaction: a message is gone."""
@@ -309,7 +310,7 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
         """Alone: own them for another while. Those that are still ours."""
 
     async def mark_start(self, owner: str, lane: bytes, identity: Identity) -> Record | None:
-        """Alone: commit a start mark of a message that may have killed a worker. None: the lane is not ours."""
+        """Alone: commit a start mark of a message that may have killed its worker. None: the lane is not ours."""
 
     async def unmark_start(self, identity: Identity) -> None:
         """Alone: take it back, the process did not die."""

@@ -30,8 +30,8 @@ def accept(dialect: Dialect, lines: Sequence[QueueLine], consumer: str, host: st
     ]
 
 
-def claim_lanes(  # noqa: PLR0917
-    dialect: Dialect, consumer: str, owner: str, most: int, lease: float, share: Share | None
+def claim_lanes(
+    dialect: Dialect, consumer: str, owner: str, *, most: int, lease: float, share: Share | None
 ) -> Plan[list[LaneClaim]]:
     params = {"consumer": consumer, "owner": owner, "most": most, "lease": float(lease)}
     result = yield _shared(dialect, "queue_claim", params, share)

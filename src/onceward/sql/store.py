@@ -14,19 +14,19 @@ from onceward.queue import Closing as LaneClosing
 from onceward.queue import KeptLine, LaneClaim, QueueLine, QueueStats, Share, Taken, Unmet
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
-from onceward.sql import queue_postgresql, queue_rows, upkeep, verbs
+from onceward.sql import queue_postgresql, queue_rows, queue_sqlite, upkeep, verbs
 from onceward.sql.catalog import migrations
 from onceward.sql.dialect import DIALECTS, Dialect, quoted
 from onceward.sql.driver import Driver, Session
 from onceward.sql.joined import joined
 from onceward.sql.plan import Plan, Result, Statement, inlined, run
 from onceward.stats import Stats
-from onceward.store import Begin, ClaimLine, Closing, Done, Features, Found, InFlight, Sweepable, SweptBatch
+from onceward.store import Begin, ClaimLine, Closing, Done, Ended, Features, Found, InFlight, Sweepable, SweptBatch
 
 Tx = TypeVar("Tx")
 T = TypeVar("T")
 
-QUEUES: dict[str, Any] = {"postgresql": queue_postgresql}
+QUEUES: dict[str, Any] = {"postgresql": queue_postgresql, "sqlite": queue_sqlite}
 """The plans of the queue, by dialect."""
 PATIENCE = (1.0, 2.0, 4.0, 8.0, 16.0, None)
 """Seconds that a migration waits for a lock; at last, for as long as it takes."""
@@ -217,7 +217,8 @@ class SqlUnit(Generic[Tx]):
         self._dialect = driver.dialect
         self._session = session
         self._begin = begin
-        self._saved = False
+        self._placed = False
+        """There is a savepoint in the open transaction."""
 
     @property
     def tx(self) -> Tx:
@@ -355,7 +356,8 @@ class SqlUnit(Generic[Tx]):
     async def claim_lanes(
         self, consumer: str, owner: str, *, most: int, lease: float, share: Share | None = None
     ) -> list[LaneClaim]:
-        return await self._at_once(self._queue.claim_lanes(self._dialect, consumer, owner, most, lease, share))
+        plan = self._queue.claim_lanes(self._dialect, consumer, owner, most=most, lease=lease, share=share)
+        return await self._at_once(plan)
 
     async def take_lanes(
         self, owner: str, lanes: Sequence[bytes], *, most: int, idle_limit: float | None = None
@@ -377,12 +379,16 @@ class SqlUnit(Generic[Tx]):
         return await self._at_once(self._queue.stood(self._dialect, taken))
 
     async def savepoint(self) -> None:
-        again = "RELEASE SAVEPOINT onceward_turn; " if self._saved else ""
-        self._saved = True
-        await self._session.script(f"{again}SAVEPOINT onceward_turn")
+        await self._session.flush()
+        # Released first: a thousand savepoints, one in the other, are slow everywhere.
+        await self._session.script(("RELEASE onceward_turn;\n" if self._placed else "") + "SAVEPOINT onceward_turn;")
+        self._placed = True
 
     async def back_to_savepoint(self) -> None:
-        await self._session.script("ROLLBACK TO SAVEPOINT onceward_turn")
+        await self._session.forget()
+        if not self._session.stands:
+            raise Ended
+        await self._session.script("ROLLBACK TO onceward_turn;")
 
     async def close_lanes(self, closing: LaneClosing, *, consumer: str, host: str) -> None:
         await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))
@@ -425,7 +431,7 @@ class SqlUnit(Generic[Tx]):
 
     async def _start(self, plan: Plan[T]) -> T:
         """Begin a transaction with this plan; the caller ends it."""
-        self._saved = False
+        self._placed = False
         return await run(plan, self._session.execute, first=self._first)
 
     def _first(self, statement: Statement) -> Coroutine[Any, Any, Result]:

@@ -103,9 +103,9 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
             raise UsageError("AsyncpgStore takes either dsn= or pool=")
         self._dsn = dsn
         self._options = pool_options
-        self.features = msgspec.structs.replace(self.features, listens=_can_listen(pool, pool_options))
         self._resets = Resets()
         super().__init__(pool, schema, PoolWatch(second_connection, put_on, take_off, acquire, self._resets.release))
+        self.features = msgspec.structs.replace(self.features, listens=_can_listen(pool, pool_options))
 
     async def _create_pool(self) -> asyncpg.Pool:
         options: dict[str, Any] = {"min_size": 1, "max_size": 10, "reset": self._resets.reset} | self._options

@@ -32,6 +32,7 @@ from onceward.errors import (
 from onceward.identity import digest
 from onceward.shield import finish
 from onceward.sql import dialect
+from onceward.sql.driver import HoldsNothing
 from onceward.sql.drivers.pool_watch import PoolWatch
 from onceward.sql.plan import Result, Statement, gives_rows, inlined, literals, numbered
 from onceward.store import Features
@@ -109,7 +110,7 @@ class Guard:
             raise HandlerEndedTransaction
 
 
-class PostgresSession(ABC, Generic[Tx]):
+class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     """One connection for a unit of work. Drivers fill in the primitives at the end."""
 
     _token = ""
