@@ -90,6 +90,7 @@ class Inbox(StoredInbox[Tx]):
         first_position: int = 1,
         on_dead_dependency: OnDeadDependency = "wait",
         dependency_timeout: timedelta | None = timedelta(days=1),
+        freeze_after: float | None = 300.0,
     ) -> None:
         _check_options(consumer, handlers)
         _one_of("on_mismatch", on_mismatch, ("report", "raise"))
@@ -126,6 +127,7 @@ class Inbox(StoredInbox[Tx]):
             first_position=first_position,
             on_dead_dependency=on_dead_dependency,
             dependency_timeout=dependency_timeout,
+            freeze_after=freeze_after,
         )
         self._init_stored(self._intake, self._settler, self._bus, stored, on_begin)
         self._open = False

@@ -58,6 +58,9 @@ class Settler(Generic[Tx]):
             begin = around(begin)
         return self._store.unit(begin=begin, wait=self._wait, read_only=read_only)
 
+    def listening(self, consumer: str, ring: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        return self._store.listening(consumer, ring)
+
     def plain_unit(self) -> AbstractAsyncContextManager[Any]:
         """A unit for the queue, without the user's `on_begin`: it is not about one message."""
         return self._store.unit(wait=self._wait)

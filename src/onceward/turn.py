@@ -77,6 +77,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     on_dead_dependency: OnDeadDependency
     dependency_timeout: timedelta | None
     on_begin: Callable[[Any, Message[Any]], Awaitable[Any]] | None
+    freeze_after: float | None = 300.0
+    """Seconds. A turn that was silent for longer towards the database, in a handler or frozen, is undone by it."""
 
 
 class Care(IntEnum):
@@ -182,7 +184,9 @@ class Turn:
     async def work(self) -> list[Slot]:
         """What was settled, in its order; committed."""
         unit = self._unit
-        self._taken = await unit.take_lanes(self._owner, self._lanes, most=self._most)
+        self._taken = await unit.take_lanes(
+            self._owner, self._lanes, most=self._most, idle_limit=self._settings.freeze_after
+        )
         if not self._taken.lanes:
             await unit.rollback()
             return []

@@ -289,6 +289,10 @@ class Crew:
 
     async def run(self, options: Options, stop: asyncio.Event) -> None:
         """Until `stop` is set; then finish what was begun, within the grace."""
+        async with self._settler.listening(self._settings.intake.consumer, self.bell.ring):
+            await self._run(options, stop)
+
+    async def _run(self, options: Options, stop: asyncio.Event) -> None:
         tasks = [asyncio.ensure_future(self._work(options, stop)) for _ in range(options.concurrency)]
         stopping = asyncio.ensure_future(stop.wait())
         try:

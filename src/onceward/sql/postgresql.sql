@@ -414,3 +414,6 @@ SELECT onceward_drop(:identity::text::uuid, :lane::text::uuid) AS done
 
 -- name: queue_stood
 SELECT txid_status(:xid::bigint) AS status
+
+-- name: queue_call
+SELECT pg_notify(:channel::text, '')

@@ -14,19 +14,19 @@ from onceward.queue import Closing as LaneClosing
 from onceward.queue import KeptLine, LaneClaim, QueueLine, QueueStats, Share, Taken, Unmet
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
-from onceward.sql import queue_postgresql, queue_rows, upkeep, verbs
+from onceward.sql import queue_postgresql, queue_rows, queue_sqlite, upkeep, verbs
 from onceward.sql.catalog import migrations
 from onceward.sql.dialect import DIALECTS, Dialect, quoted
 from onceward.sql.driver import Driver, Session
 from onceward.sql.joined import joined
 from onceward.sql.plan import Plan, Result, Statement, inlined, run
 from onceward.stats import Stats
-from onceward.store import Begin, ClaimLine, Closing, Done, Features, Found, InFlight, Sweepable, SweptBatch
+from onceward.store import Begin, ClaimLine, Closing, Done, Ended, Features, Found, InFlight, Sweepable, SweptBatch
 
 Tx = TypeVar("Tx")
 T = TypeVar("T")
 
-QUEUES: dict[str, Any] = {"postgresql": queue_postgresql}
+QUEUES: dict[str, Any] = {"postgresql": queue_postgresql, "sqlite": queue_sqlite}
 """The plans of the queue, by dialect."""
 PATIENCE = (1.0, 2.0, 4.0, 8.0, 16.0, None)
 """Seconds that a migration waits for a lock; at last, for as long as it takes."""
@@ -134,6 +134,15 @@ class SqlStore(Generic[Tx]):
         return _Units(self._driver, begin, wait, read_only=read_only)
 
     @asynccontextmanager
+    async def listening(self, consumer: str, ring: Callable[[], None]) -> AsyncIterator[None]:
+        if not self.features.listens:
+            yield
+            return
+        driver: Any = self._driver  # of PostgreSQL
+        async with driver.listening(queue_postgresql.channel(driver.dialect, consumer), ring):
+            yield
+
+    @asynccontextmanager
     async def join(
         self, tx: Any, *, begin: Begin[Any] | None = None, read_only: bool = False
     ) -> AsyncIterator[SqlUnit[Any]]:
@@ -208,7 +217,8 @@ class SqlUnit(Generic[Tx]):
         self._dialect = driver.dialect
         self._session = session
         self._begin = begin
-        self._saved = False
+        self._placed = False
+        """There is a savepoint in the open transaction."""
 
     @property
     def tx(self) -> Tx:
@@ -338,15 +348,22 @@ class SqlUnit(Generic[Tx]):
         if not self.joined:
             return await self._at_once(plan)
         kept: list[KeptLine] = await self._start(plan)
+        if self._dialect.sets:
+            await self._say(self._queue.call(self._dialect, consumer))  # heard when the caller commits
         await self.commit()
         return kept
 
     async def claim_lanes(
         self, consumer: str, owner: str, *, most: int, lease: float, share: Share | None = None
     ) -> list[LaneClaim]:
-        return await self._at_once(self._queue.claim_lanes(self._dialect, consumer, owner, most, lease, share))
+        plan = self._queue.claim_lanes(self._dialect, consumer, owner, most=most, lease=lease, share=share)
+        return await self._at_once(plan)
 
-    async def take_lanes(self, owner: str, lanes: Sequence[bytes], *, most: int) -> Taken:
+    async def take_lanes(
+        self, owner: str, lanes: Sequence[bytes], *, most: int, idle_limit: float | None = None
+    ) -> Taken:
+        if idle_limit is not None and self._dialect.sets:
+            self._session.idle_limit = idle_limit  # type: ignore[attr-defined] # of PostgreSQL
         return await self._start(self._queue.take_lanes(self._dialect, owner, lanes, most))
 
     async def hold_lanes(self, owner: str, lanes: Sequence[bytes]) -> frozenset[bytes]:
@@ -362,12 +379,16 @@ class SqlUnit(Generic[Tx]):
         return await self._at_once(self._queue.stood(self._dialect, taken))
 
     async def savepoint(self) -> None:
-        again = "RELEASE SAVEPOINT onceward_turn; " if self._saved else ""
-        self._saved = True
-        await self._session.script(f"{again}SAVEPOINT onceward_turn")
+        await self._session.flush()
+        # Released first: a thousand savepoints, one in the other, are slow everywhere.
+        await self._session.script(("RELEASE onceward_turn;\n" if self._placed else "") + "SAVEPOINT onceward_turn;")
+        self._placed = True
 
     async def back_to_savepoint(self) -> None:
-        await self._session.script("ROLLBACK TO SAVEPOINT onceward_turn")
+        await self._session.forget()
+        if not self._session.stands:
+            raise Ended
+        await self._session.script("ROLLBACK TO onceward_turn;")
 
     async def close_lanes(self, closing: LaneClosing, *, consumer: str, host: str) -> None:
         await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))
@@ -383,6 +404,10 @@ class SqlUnit(Generic[Tx]):
 
     async def unmark_start(self, identity: Identity) -> None:
         await self._at_once(self._queue.unmark_start(self._dialect, identity))
+
+    async def call(self, consumer: str) -> None:
+        if self._driver.features.listens:
+            await self._at_once(self._queue.call(self._dialect, consumer))
 
     async def due_in(self, consumer: str, share: Share | None = None) -> float | None:
         return await self._at_once(self._queue.due_in(self._dialect, consumer, share))
@@ -406,7 +431,7 @@ class SqlUnit(Generic[Tx]):
 
     async def _start(self, plan: Plan[T]) -> T:
         """Begin a transaction with this plan; the caller ends it."""
-        self._saved = False
+        self._placed = False
         return await run(plan, self._session.execute, first=self._first)
 
     def _first(self, statement: Statement) -> Coroutine[Any, Any, Result]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import asyncpg
+import msgspec
 
 from onceward.errors import StoreUnavailable, UsageError
 from onceward.shield import finish_here
 from onceward.sql.drivers.asyncpg_guard import GuardedConnection, Resets, acquire, put_on, take_off
+from onceward.sql.drivers.listening import Ring, listening
 from onceward.sql.drivers.pool_watch import PoolWatch
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
 from onceward.sql.plan import Result, Statement, gives_rows, numbered
@@ -74,6 +78,17 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
         return finish_here(work)  # asyncpg's own timeouts are timers, not cancellations
 
 
+_CONNECT_OPTIONS = set(inspect.signature(asyncpg.connect).parameters)
+
+
+def _can_listen(pool: asyncpg.Pool | None, options: dict[str, Any]) -> bool:
+    """Behind PgBouncer, where statements are not cached, nobody hears a call; and a small pool has none to spare."""
+    if pool is None:
+        return options.get("statement_cache_size") != 0
+    cached = getattr(pool, "_connect_kwargs", {}).get("statement_cache_size") != 0
+    return cached and int(pool.get_max_size()) > 2
+
+
 class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
     def __init__(
         self,
@@ -90,6 +105,7 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
         self._options = pool_options
         self._resets = Resets()
         super().__init__(pool, schema, PoolWatch(second_connection, put_on, take_off, acquire, self._resets.release))
+        self.features = msgspec.structs.replace(self.features, listens=_can_listen(pool, pool_options))
 
     async def _create_pool(self) -> asyncpg.Pool:
         options: dict[str, Any] = {"min_size": 1, "max_size": 10, "reset": self._resets.reset} | self._options
@@ -103,6 +119,26 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
             await asyncio.wait_for(pool.close(), 10.0)
         except TimeoutError:
             pool.terminate()
+
+    def listening(self, channel: str, ring: Ring) -> AbstractAsyncContextManager[None]:
+        return listening(self._listen, channel, ring)
+
+    async def _listen(self, channel: str, ring: Ring) -> None:
+        lost = asyncio.Event()
+        if self._given is not None:
+            connection = await self._given.acquire()
+        else:
+            options = {name: value for name, value in self._options.items() if name in _CONNECT_OPTIONS}
+            connection = await asyncpg.connect(self._dsn, **options)
+        try:
+            connection.add_termination_listener(lambda *_: lost.set())
+            await connection.add_listener(channel, lambda *_: ring())
+            ring()  # it may have been said a moment ago
+            await lost.wait()
+        finally:
+            connection.terminate()
+            if self._given is not None:
+                await self._given.release(connection)
 
     def session_on(self, connection: Any) -> AsyncpgSession:
         # The pool's proxy forgets its connection when that is lost; we still want to ask it.

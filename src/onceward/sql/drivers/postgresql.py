@@ -32,6 +32,7 @@ from onceward.errors import (
 from onceward.identity import digest
 from onceward.shield import finish
 from onceward.sql import dialect
+from onceward.sql.driver import HoldsNothing
 from onceward.sql.drivers.pool_watch import PoolWatch
 from onceward.sql.plan import Result, Statement, gives_rows, inlined, literals, numbered
 from onceward.store import Features
@@ -109,7 +110,7 @@ class Guard:
             raise HandlerEndedTransaction
 
 
-class PostgresSession(ABC, Generic[Tx]):
+class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     """One connection for a unit of work. Drivers fill in the primitives at the end."""
 
     _token = ""
@@ -125,10 +126,15 @@ class PostgresSession(ABC, Generic[Tx]):
         guard = self._guard
         return guard is not None and not guard.has_ended and self._in_transaction()
 
+    idle_limit: float | None = None
+    """Seconds that a transaction may be silent: then the server ends it, and whoever froze in it holds nobody up."""
+
     async def begin(self, first: Statement | None = None) -> Result:
         self._token = f"{_TOKENS}{next(_numbers)}"
         self._guard = self._new_guard()
         trip = f"{_BEGIN_14 if self._server_version() >= 14 else _BEGIN}'{self._token}'"
+        if self.idle_limit is not None:
+            trip += f"; SET LOCAL idle_in_transaction_session_timeout = {int(self.idle_limit * 1000)}"
         # A text literal means what we say only with standard_conforming_strings.
         if first is None or gives_rows(first.sql) or not self._has_standard_strings():
             await self._say(trip)
@@ -337,9 +343,8 @@ class PostgresSession(ABC, Generic[Tx]):
 class PostgresDriver(ABC, Generic[Tx]):
     """A pool of ours or of the user's, and sessions on its connections. Drivers fill in the primitives at the end."""
 
-    features = Features(guards_pool=True, errors_abort=True)
-
     def __init__(self, given: Any, schema: str | None, watch: PoolWatch) -> None:
+        self.features = Features(guards_pool=True, errors_abort=True)
         self.schema = schema
         self.dialect = dialect.postgresql(schema)
         self.watch = watch

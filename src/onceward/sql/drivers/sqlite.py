@@ -21,6 +21,7 @@ from onceward.errors import (
 )
 from onceward.shield import finish
 from onceward.sql import dialect
+from onceward.sql.driver import HoldsNothing
 from onceward.sql.drivers.sqlite_line import was_closed
 from onceward.sql.drivers.sqlite_writer import Group, Turn, Writer, connect, primary_code, raise_translated
 from onceward.sql.plan import Result, Statement, numbered
@@ -99,7 +100,7 @@ class Transaction:
         return self._execute(self, sql, params)
 
 
-class SqliteSession:
+class SqliteSession(HoldsNothing):
     """A unit's transactions: each one a savepoint of the group that its turn is part of."""
 
     def __init__(self, writer: Writer, wait: float) -> None:
@@ -257,6 +258,8 @@ def statements_of(sql: str) -> Iterator[str]:
         if sqlite3.complete_statement(pending):
             yield pending
             pending = ""
+    if pending.strip():
+        yield pending
 
 
 def raise_for(error: sqlite3.Error, path: str) -> NoReturn:
@@ -265,7 +268,7 @@ def raise_for(error: sqlite3.Error, path: str) -> NoReturn:
     raise_translated(error, path)
 
 
-class SqliteReadSession:
+class SqliteReadSession(HoldsNothing):
     """Reads what is committed, on a connection of its own: in WAL mode nothing makes it wait."""
 
     lost = gone = False
