@@ -47,7 +47,7 @@ class Work:
     def __aexit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: object
     ) -> Awaitable[None]:
-        """Done when the block ends without an error; undone when it leaves the loop, by an error, `break` or `return`."""
+        """Done when the block ends; undone when it leaves the loop, by an error, `break` or `return`."""
         leave(self._token)
         if error is None and leaves_loop(sys._getframe(1)):  # noqa: SLF001 - see there
             return self._given.abandon()

@@ -31,7 +31,7 @@ def _leaves_loop(code: CodeType, at: int) -> bool:
     place = next((n for n, one in enumerate(steps) if one.offset == at), None)
     if place is None:
         return False
-    line = _line(steps[place])
+    lines = {_line(steps[place]), None}
     while True:
         place = _after_exit(steps, place)
         if place is None:
@@ -40,9 +40,10 @@ def _leaves_loop(code: CodeType, at: int) -> bool:
         if following.opname == "SWAP":  # below what is returned
             following = steps[place + 1]
         if following.opname in {"POP_TOP", "POP_ITER"}:  # the iterator; a `break` after the block has its own line
-            return _line(following) in {line, None}
+            return _line(following) in lines
         if not _is_exit(steps, place):  # of a block around ours
             return False
+        lines.add(_line(steps[place]))
         place += 3
 
 
