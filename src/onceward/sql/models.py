@@ -142,6 +142,7 @@ class InboxRecord(_Base):
     depends_on: Mapped[Any | None] = mapped_column(_Json)
     received_position: Mapped[int | None] = mapped_column(_Long)
     processed_position: Mapped[int | None] = mapped_column(_Long)
+    lane: Mapped[str | None] = mapped_column(sa.Text)
 
 
 class SchemaVersion(_Base):
@@ -225,7 +226,9 @@ ARRIVALS = sa.Table(
 
 
 def _index(table: Any, what: str, *columns: str, where: str | None = None) -> None:
-    condition = {} if where is None else {f"{dialect}_where": sa.text(where) for dialect in ("postgresql", "sqlite")}
+    condition: dict[str, Any] = {}
+    if where is not None:
+        condition = {"postgresql_where": sa.text(where), "sqlite_where": sa.text(where)}
     sa.Index(f"{table.name}_{what}", *(table.c[column] for column in columns), **condition)
 
 
