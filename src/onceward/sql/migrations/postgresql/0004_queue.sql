@@ -115,9 +115,11 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
     DECLARE
         expected bigint := json_array_length(lines);
         fresh bigint[];      -- the places of what is new
-        parked bigint[];     -- and of failed records that join the queue
+        parked bigint[];     -- and of records that failed inline, or whose runner died there: they join the queue
         kept_lanes uuid[];
         more_lanes uuid[];
+        made_lanes uuid[] := '{}';
+        old_lanes uuid[];    -- those that were there, and have to be held
     BEGIN
         WITH input AS MATERIALIZED (
             SELECT line.*, nextval('onceward_received') AS seq
@@ -162,7 +164,8 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
                 SET state = 'accepted', received_position = input.seq,
                     next_try_at = greatest(r.next_try_at, input.not_before)
                 FROM input
-                WHERE r.identity = input.identity AND r.state = 'failed' AND r.received_position IS NULL
+                WHERE r.identity = input.identity AND r.received_position IS NULL
+                  AND (r.state = 'failed' OR r.state = 'running' AND r.next_try_at <= now())
                   AND pg_try_advisory_xact_lock(lock)
                 RETURNING r.identity, r.next_try_at),
             kept AS (
@@ -176,16 +179,20 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
 
         IF cardinality(kept_lanes) > 0 THEN
             LOOP
-                INSERT INTO onceward_lanes (lane, consumer, tenant, name, share, run_at, state)
-                SELECT lane, of_consumer, tenant, name, share, greatest(coalesce(not_before, now()), now()),
-                       CASE WHEN not_before > now() THEN 'later' ELSE 'ready' END
-                FROM json_to_recordset(of_lanes) AS (
-                    lane uuid, tenant text, name text, share bigint, not_before timestamptz)
-                WHERE lane = ANY (kept_lanes)
-                ORDER BY lane
-                ON CONFLICT (lane) DO NOTHING;
+                WITH made AS (
+                    INSERT INTO onceward_lanes (lane, consumer, tenant, name, share, run_at, state)
+                    SELECT lane, of_consumer, tenant, name, share, greatest(coalesce(not_before, now()), now()),
+                           CASE WHEN not_before > now() THEN 'later' ELSE 'ready' END
+                    FROM json_to_recordset(of_lanes) AS (
+                        lane uuid, tenant text, name text, share bigint, not_before timestamptz)
+                    WHERE lane = ANY (kept_lanes)
+                    ORDER BY lane
+                    ON CONFLICT (lane) DO NOTHING
+                    RETURNING lane)
+                SELECT made_lanes || array_agg(lane) INTO made_lanes FROM made;
+                old_lanes := ARRAY (SELECT unnest(kept_lanes) EXCEPT SELECT unnest(made_lanes));
                 -- A lane that was there may have ended before we could hold it.
-                EXIT WHEN onceward_touch(kept_lanes) = cardinality(kept_lanes);
+                EXIT WHEN cardinality(old_lanes) = 0 OR onceward_touch(old_lanes) = cardinality(old_lanes);
             END LOOP;
         END IF;
 
@@ -241,12 +248,13 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
             r.received_position, r.processed_position
         FROM unnest(ours) WITH ORDINALITY AS l(lane, place)
         LEFT JOIN LATERAL (
-            -- The first messages; of a track its lowest positions, in the places of those that came first.
+            -- The first messages; of a track its lowest positions, in the places of those that came first, up to one
+            -- that is set aside. What is left of the track is behind that.
             SELECT h.place, h.rank, h.track,
-                   CASE WHEN t.aside OR t.seq IS NULL THEN h.seq ELSE t.seq END AS seq,
-                   CASE WHEN t.aside OR t.seq IS NULL THEN h.identity ELSE t.identity END AS identity,
-                   CASE WHEN t.aside OR t.seq IS NULL THEN h.due ELSE t.due END AS due,
-                   coalesce(t.aside, false) AS behind
+                   coalesce(t.seq, h.seq) AS seq,
+                   CASE WHEN t.seq IS NULL THEN h.identity ELSE t.identity END AS identity,
+                   CASE WHEN t.seq IS NULL THEN h.due ELSE t.due END AS due,
+                   lowest.aside IS NOT NULL AS behind
             FROM (
                 SELECT first.*, row_number() OVER (ORDER BY first.rank, first.seq) AS place,
                        row_number() OVER (PARTITION BY first.track ORDER BY first.rank, first.seq) AS nth
@@ -254,9 +262,13 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
                       WHERE p.lane = l.lane AND NOT p.aside
                       ORDER BY p.rank, p.seq LIMIT most) first) h
             LEFT JOIN LATERAL (
-                SELECT p.seq, p.identity, p.due, p.aside FROM onceward_pending p
-                WHERE p.lane = l.lane AND p.track = h.track
-                ORDER BY p."position", p.seq OFFSET h.nth - 1 LIMIT 1) t ON h.track IS NOT NULL) q ON true
+                SELECT max(of_track.place) AS nth, min(of_track.place) FILTER (WHERE of_track.aside) AS aside
+                FROM (SELECT ARRAY[coalesce(p."position", 9223372036854775807), p.seq] AS place, p.aside
+                      FROM onceward_pending p WHERE p.lane = l.lane AND p.track = h.track
+                      ORDER BY p."position", p.seq LIMIT h.nth) of_track) lowest ON h.track IS NOT NULL
+            LEFT JOIN onceward_pending t ON t.seq = lowest.nth[2] AND lowest.aside IS NULL
+            WHERE lowest.aside IS NULL
+               OR lowest.aside < ARRAY[coalesce(h."position", 9223372036854775807), h.seq]) q ON true
         LEFT JOIN onceward_records r ON r.identity = q.identity
         LEFT JOIN LATERAL (
             SELECT coalesce(n.tenant, r.tenant) AS tenant, n.stream, n."position",
@@ -271,7 +283,8 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
     END $$;
 
 -- End a turn; `turn` is onceward.queue.Closing. The order in it matters: first what may have to wait for others, then
--- what others may have to wait for; so nobody waits in a circle. How many messages were not there.
+-- what others may have to wait for; so nobody waits in a circle. How many messages were not there. Nothing may be
+-- settled in the transaction after this.
 CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURNS integer
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
@@ -357,11 +370,17 @@ CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURN
         -- What comes next in a track need not stay behind any more.
         IF json_array_length(tracks) > 0 THEN
             UPDATE onceward_pending SET aside = false
-            WHERE aside AND seq IN (
-                SELECT (SELECT p.seq FROM onceward_pending p WHERE p.lane = t.lane AND p.track = t.track
-                        ORDER BY p."position", p.seq LIMIT 1)
-                FROM json_to_recordset(tracks) AS t(lane uuid, track text));
+            WHERE seq IN (
+                SELECT seq FROM onceward_pending
+                WHERE aside AND seq IN (
+                    SELECT (SELECT p.seq FROM onceward_pending p WHERE p.lane = t.lane AND p.track = t.track
+                            ORDER BY p."position", p.seq LIMIT 1)
+                    FROM json_to_recordset(tracks) AS t(lane uuid, track text))
+                FOR NO KEY UPDATE SKIP LOCKED);   -- somebody is waking it
         END IF;
+
+        -- Now, and not at COMMIT: whom we wake must not wait for what we are about to lock.
+        SET CONSTRAINTS onceward_settled IMMEDIATE;
 
         -- Waiting for a position, and settling it, exclude each other: who waits has its lock alone, who settles shares
         -- it (onceward_settled). We do not wait for the lock: who has it is about to settle it.
@@ -407,16 +426,19 @@ CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURN
                          WHEN e.sleeps AND l.lane = ANY (alone) THEN 'waiting'
                          ELSE 'ready' END,
             run_at = CASE WHEN e."then" = 'blocked' THEN NULL
-                          WHEN e."then" IN ('retry', 'later') THEN clock_timestamp() + e.delay * interval '1 second'
+                          WHEN e."then" IN ('retry', 'later')
+                          THEN clock_timestamp() + coalesce(e.delay, 0) * interval '1 second'
                           WHEN e.sleeps AND l.lane = ANY (alone) THEN NULL
                           WHEN e.sleeps OR l.lane = ANY (too_early) THEN clock_timestamp() + interval '20 milliseconds'
                           ELSE clock_timestamp() END,
             blocker = e.blocker, owner = NULL, claims = 0
         FROM (
             -- It sleeps when nothing in it may run: all are set aside, or the first of its stream waits.
-            SELECT e.*, coalesce((SELECT p.seq FROM onceward_pending p WHERE p.lane = e.lane AND NOT p.aside
-                                  ORDER BY p.rank, p.seq LIMIT 1) = ANY (parked), true) AS sleeps
-            FROM json_to_recordset(turn->'lanes') AS e(lane uuid, "then" text, delay float8, blocker uuid)) e
+            SELECT e.*, first.seq IS NULL OR first.seq = ANY (parked) AS sleeps
+            FROM json_to_recordset(turn->'lanes') AS e(lane uuid, "then" text, delay float8, blocker uuid)
+            LEFT JOIN LATERAL (
+                SELECT p.seq FROM onceward_pending p WHERE p.lane = e.lane AND NOT p.aside
+                ORDER BY p.rank, p.seq LIMIT 1) first ON true) e
         WHERE l.lane = e.lane AND l.owner = turn->>'owner';
         RETURN 0;
     END $$;
@@ -440,6 +462,8 @@ CREATE FUNCTION onceward_settled() RETURNS trigger
         RETURN NULL;
     END $$;
 
+-- Wake what waits for a position. It waits only for those who end a lane, and they wait for nobody: a lane that somebody
+-- else is waking is left to onceward_overdue.
 CREATE FUNCTION onceward_wake(of_consumer text, of_tenant text, of_stream text, at bigint) RETURNS uuid[]
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
@@ -447,18 +471,30 @@ CREATE FUNCTION onceward_wake(of_consumer text, of_tenant text, of_stream text, 
     AS $$
     #variable_conflict use_column
     DECLARE
+        waiting bigint;
         woken uuid[];
+        held bigint[];
     BEGIN
-        WITH satisfied AS (
-            DELETE FROM onceward_waits
-            WHERE consumer = of_consumer AND tenant = of_tenant AND stream = of_stream AND "position" = at
-            RETURNING seq, lane),
-        back AS (
-            UPDATE onceward_pending p SET aside = false FROM satisfied s WHERE p.seq = s.seq AND p.aside)
-        SELECT array_agg(DISTINCT lane) INTO woken FROM satisfied;
-        IF woken IS NOT NULL THEN
-            PERFORM onceward_touch(woken);
+        SELECT count(*), array_agg(DISTINCT lane) INTO waiting, woken FROM onceward_waits
+        WHERE consumer = of_consumer AND tenant = of_tenant AND stream = of_stream AND "position" = at;
+        IF waiting = 0 THEN
+            RETURN NULL;
         END IF;
+        PERFORM FROM onceward_lanes WHERE lane = ANY (woken) ORDER BY lane FOR KEY SHARE;
+        -- A statement of its own: it sees what those did whom the lock had to wait for.
+        UPDATE onceward_lanes SET state = 'ready', run_at = clock_timestamp()
+        WHERE lane IN (SELECT lane FROM onceward_lanes WHERE lane = ANY (woken) AND state IN ('waiting', 'later')
+                       ORDER BY lane FOR NO KEY UPDATE SKIP LOCKED);
+        held := ARRAY (
+            SELECT seq FROM onceward_waits w
+            WHERE consumer = of_consumer AND tenant = of_tenant AND stream = of_stream AND "position" = at
+              AND NOT EXISTS (SELECT FROM onceward_lanes l WHERE l.lane = w.lane AND l.state IN ('waiting', 'later'))
+            FOR UPDATE OF w SKIP LOCKED);
+        IF cardinality(held) < waiting THEN
+            INSERT INTO onceward_arrivals VALUES (of_consumer, of_tenant, of_stream, at);
+        END IF;
+        DELETE FROM onceward_waits WHERE seq = ANY (held);
+        UPDATE onceward_pending SET aside = false WHERE seq = ANY (held) AND aside;
         RETURN woken;
     END $$;
 
@@ -494,7 +530,10 @@ CREATE FUNCTION onceward_overdue(of_consumer text) RETURNS integer
         END IF;
         FOR arrived IN
             DELETE FROM onceward_arrivals WHERE ctid = ANY (ARRAY (
-                SELECT ctid FROM onceward_arrivals WHERE consumer = of_consumer LIMIT 1000 FOR UPDATE SKIP LOCKED))
+                SELECT ctid FROM onceward_arrivals
+                WHERE consumer = of_consumer AND pg_try_advisory_xact_lock_shared(
+                    onceward_position_lock(consumer, tenant, stream, "position"))   -- nobody is about to wait for it
+                LIMIT 1000 FOR UPDATE SKIP LOCKED))
             RETURNING *
         LOOP
             woken := woken + coalesce(cardinality(onceward_wake(
