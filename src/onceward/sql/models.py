@@ -96,7 +96,6 @@ class _Base(DeclarativeBase):
 
 
 _Long = sa.BigInteger().with_variant(sa.INTEGER(), "sqlite")
-_Flag = sa.Boolean().with_variant(sa.INTEGER(), "sqlite")
 _Double: TypeEngine[float] = sa.Double().with_variant(sa.REAL(), "sqlite")
 
 
@@ -197,7 +196,7 @@ PENDING = sa.Table(
     _long("rank"),
     _text("track", nullable=True),
     _long("position", nullable=True),
-    sa.Column("aside", _Flag, nullable=False, server_default=sa.false()),
+    sa.Column("aside", sa.Boolean, nullable=False, server_default=sa.false()),
     _moment("due"),
 )
 WAITS = sa.Table(
@@ -222,6 +221,7 @@ FLOORS = sa.Table(
 ARRIVALS = sa.Table(
     "onceward_arrivals", _Base.metadata, _text("consumer"), _text("tenant"), _text("stream"), _long("position")
 )
+COUNTERS = sa.Table("onceward_counters", _Base.metadata, _text("name", primary_key=True), _long("value"))
 
 
 def _index(table: Any, what: str, *columns: str, where: str | None = None) -> None:

@@ -70,6 +70,12 @@ CREATE TABLE onceward_arrivals (
     position  bigint NOT NULL
 );
 
+-- Always empty: SQLite counts here, having no sequences. Both have the same tables, so that one set of models is true.
+CREATE TABLE onceward_counters (
+    name      text PRIMARY KEY,
+    value     bigint NOT NULL
+);
+
 -- How the functions below are planned. A worker's session keeps their plans for as long as it lives, and makes them when
 -- the tables may be empty; so a plan must be right whatever is in the tables later. Therefore: one plan, and not a new one
 -- for each call (plan_cache_mode); no table is ever read from end to end (enable_seqscan); and a row is looked up by
