@@ -141,6 +141,7 @@ class InboxRecord(_Base):
     depends_on: Mapped[Any | None] = mapped_column(_Json)
     received_position: Mapped[int | None] = mapped_column(_Long)
     processed_position: Mapped[int | None] = mapped_column(_Long)
+    lane: Mapped[str | None] = mapped_column(sa.Text)
 
 
 class SchemaVersion(_Base):
@@ -242,7 +243,6 @@ _index(
     RECORDS, "expiring", "consumer", "expires_at", "identity", "processed_at",
     where="state = 'processed' AND expires_at IS NOT NULL",
 )  # fmt: skip
-_index(RECORDS, "queued", "received_position", where="received_position IS NOT NULL AND state <> 'processed'")
 _index(LANES, "due", "consumer", "run_at", where="run_at IS NOT NULL")
 _index(PENDING, "next", "lane", "rank", "seq", where="NOT aside")
 _index(PENDING, "aside", "lane", where="aside")
