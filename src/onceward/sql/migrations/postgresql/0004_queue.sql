@@ -8,9 +8,6 @@ ALTER TABLE onceward_schema ADD COLUMN since integer;
 CREATE SEQUENCE onceward_received;
 CREATE SEQUENCE onceward_processed;
 
--- The name of its lane, of a message that was accepted; it finds back into it.
-ALTER TABLE onceward_records ADD COLUMN lane text;
-
 -- One row per lane that has messages. It is what workers look for: one is due when run_at has come.
 CREATE TABLE onceward_lanes (
     lane      uuid PRIMARY KEY,   -- onceward_id(consumer, tenant, 'lane', name), or the identity of a message without one
@@ -71,6 +68,12 @@ CREATE TABLE onceward_arrivals (
     tenant    text NOT NULL,
     stream    text NOT NULL,
     position  bigint NOT NULL
+);
+
+-- Always empty: SQLite counts here, having no sequences. Both have the same tables, so that one set of models is true.
+CREATE TABLE onceward_counters (
+    name      text PRIMARY KEY,
+    value     bigint NOT NULL
 );
 
 -- How the functions below are planned. A worker's session keeps their plans for as long as it lives, and makes them
@@ -748,12 +751,13 @@ DO $$
     END $$;
 
 -- Last what needs the table of records to itself: it is written to meanwhile.
+
+-- The name of its lane, of a message that was accepted; it finds back into it.
+ALTER TABLE onceward_records ADD COLUMN lane text;
+
 CREATE CONSTRAINT TRIGGER onceward_settled
     AFTER INSERT OR UPDATE OF state ON onceward_records
     DEFERRABLE INITIALLY DEFERRED
     FOR EACH ROW
     WHEN (NEW.stream IS NOT NULL AND NEW."position" IS NOT NULL AND NEW.state IN ('processed', 'dead', 'discarded'))
     EXECUTE FUNCTION onceward_settled();
-
-CREATE INDEX onceward_records_queued ON onceward_records (received_position) WHERE received_position IS NOT NULL
-    AND state <> 'processed';
