@@ -106,6 +106,11 @@ class Guard:
             raise HandlerEndedTransaction
 
 
+_IDLE_LIMIT = Statement(
+    "SELECT setting::bigint AS ms FROM pg_settings WHERE name = 'idle_in_transaction_session_timeout'"
+)
+
+
 class Known:
     """What is known about a connection for as long as it lives."""
 
