@@ -23,6 +23,7 @@ CREATE TABLE onceward_lanes (
 );
 -- Sleeping lanes are not in it; those that are due later are at its end. So their number costs a worker nothing.
 CREATE INDEX onceward_lanes_due ON onceward_lanes (consumer, run_at) WHERE run_at IS NOT NULL;
+CREATE INDEX onceward_lanes_asleep ON onceward_lanes (consumer) WHERE run_at IS NULL;
 
 -- One row per message that is not settled.
 CREATE TABLE onceward_pending (
@@ -61,8 +62,9 @@ CREATE TABLE onceward_floors (
     PRIMARY KEY (consumer, tenant, stream)
 );
 
-CREATE INDEX onceward_records_queued ON onceward_records (received_position) WHERE received_position IS NOT NULL
-    AND state <> 'processed';
+-- What holds up its stream.
+CREATE INDEX onceward_records_open ON onceward_records (consumer, tenant, stream, position)
+    WHERE stream IS NOT NULL AND state IN ('accepted', 'running', 'failed', 'dead');
 
 -- Whoever settles a record that has a position wakes what waits for it. There is one writer, so nobody can begin to
 -- wait meanwhile.
