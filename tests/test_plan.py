@@ -118,7 +118,7 @@ async def test_the_printed_schema_is_the_sum_of_the_migrations_on_postgresql(
     set_up = [await postgres_lab.query(look), await postgres_lab.query(indexes)]
     connection = await asyncpg.connect(postgres_lab.url)
     try:
-        await connection.execute("DROP TABLE onceward_records, onceward_schema; DROP FUNCTION onceward_id")
+        await connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
         await connection.execute(schema("postgresql"))
     finally:
         await connection.close()
@@ -143,8 +143,10 @@ def test_migrations_are_numbered_without_gaps(dialect: str) -> None:
 def test_both_dialects_know_the_same_statements() -> None:
     postgres, sqlite = (set(DIALECTS[name]().statements) for name in ("postgresql", "sqlite"))
     of_sets = {"claim_many", "complete_many", "find_many"}  # SQLite says these once for each message
-    assert postgres - sqlite == of_sets
-    assert sqlite <= postgres
+    of_steps = {"sweep_floor", "sweep_delete"}  # and this is one statement on PostgreSQL
+    queue = {name for name in postgres | sqlite if name.startswith("queue_")}  # functions here, single steps there
+    assert postgres - sqlite - queue == of_sets
+    assert sqlite - postgres - queue == of_steps
 
 
 def test_a_schema_name_is_quoted() -> None:
