@@ -163,6 +163,26 @@ class BulkError(OncewardError):
         self.culprits = tuple(culprits)
 
 
+class HandlerTimeout(OncewardError):
+    """The handler took longer than its timeout=, and was cancelled. It is tried again."""
+
+
+class LeaseLost(OncewardError):
+    """The lease is over and another worker may have the message. Nothing was written; stop working on it."""
+
+
+class DependencyMissing(OncewardError):
+    """What the message depends on did not come in time. Replay it once that is there."""
+
+
+class DependencyDead(OncewardError):
+    """What the message depends on is a dead letter. Replay that first, then this."""
+
+
+class DependencyCycle(OncewardError):
+    """The message waits for another one that waits for it."""
+
+
 class ResultInvalid(OncewardError):
     """The handler's result cannot be stored as JSON, so a duplicate could not be answered. Nothing was written."""
 

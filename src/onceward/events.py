@@ -3,6 +3,7 @@
 | event | when |
 |---|---|
 | Processed | a handler ran and its transaction is committed |
+| Accepted | a message was kept, to be worked on later |
 | Duplicate | a delivery was skipped: processed, accepted or dead before; `mismatch` when its payload differs |
 | Failed | a handler raised, the attempt is counted; `retry_at` where a policy says when |
 | Dead | a message became a dead letter |
@@ -52,6 +53,10 @@ class Processed(InboxEvent, frozen=True, kw_only=True):
     attempt: int
     duration_ms: float
     mismatch: bool = False
+
+
+class Accepted(InboxEvent, frozen=True, kw_only=True):
+    pass
 
 
 class Duplicate(InboxEvent, frozen=True, kw_only=True):

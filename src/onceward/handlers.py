@@ -35,6 +35,8 @@ class Shape(msgspec.Struct, frozen=True):
     """The annotated return type, or None where it says nothing."""
     item: Any = None
     """The payload type of `messages: list[Message[P]]`, or None."""
+    wants_lease: bool = False
+    """There is a second parameter called lease."""
 
 
 class Handler(msgspec.Struct, frozen=True):
@@ -46,6 +48,12 @@ class Handler(msgspec.Struct, frozen=True):
     key: Key | None = None
     retry: RetryPolicy | None = None
     retention: timedelta | None = None
+    concurrency: int | None = None
+    """How many of the queue's turns in this process run it at the same time."""
+    timeout: float | None = None
+    """Seconds until a run from the queue is cancelled and counts as failed."""
+    lease: float | None = None
+    """Seconds. From the queue it runs without a transaction, as handler(message, lease)."""
 
     @property
     def name(self) -> str:
@@ -55,8 +63,18 @@ class Handler(msgspec.Struct, frozen=True):
     def wants_tx(self) -> bool:
         return self.shape.wants_tx
 
+    @property
+    def wants_lease(self) -> bool:
+        """The second parameter is the lease."""
+        return self.shape.wants_tx or self.shape.wants_lease
+
     async def run(self, message: Message[Any], tx: Any) -> Any:
         given = self.function(message, tx) if self.wants_tx else self.function(message)
+        return await given if inspect.isawaitable(given) else given
+
+    async def run_with(self, message: Message[Any], lease: Any) -> Any:
+        """A leased run: without a transaction."""
+        given = self.function(message, lease) if self.wants_lease else self.function(message)
         return await given if inspect.isawaitable(given) else given
 
     def decoded(self, message: Message[Any]) -> Message[Any]:
@@ -94,15 +112,26 @@ class Router:
         key: KeyLike | None = None,
         retry: RetryPolicy | None = None,
         retention: timedelta | None = None,
+        concurrency: int | None = None,
+        timeout: float | None = None,
+        lease: float | None = None,
     ) -> Callable[[F], F]:
-        """Register a function for a message type. The function stays as it is."""
+        """Register a function for a message type. The function stays as it is.
+
+        For messages from the queue: `concurrency` bounds how many workers of this process run it at the same time,
+        `timeout` (seconds) how long it may take, and with `lease` (seconds) it runs without a transaction, as
+        handler(message, lease); see docs/workers.md.
+        """
         if not isinstance(type, str) or not type:
             raise UsageError("handler(type) takes the message type as a string: @router.handler('order.paid')")
 
         def register(function: F) -> F:
             if type in self._handlers:
                 raise UsageError(f"{type!r} already has the handler {self._handlers[type].name!r}")
-            self._handlers[type] = handler_of(function, payload=payload, key=key, retry=retry, retention=retention)
+            self._handlers[type] = handler_of(
+                function, payload=payload, key=key, retry=retry, retention=retention,
+                concurrency=concurrency, timeout=timeout, lease=lease,
+            )  # fmt: skip
             return function
 
         return register
@@ -124,12 +153,19 @@ def handler_of(
     key: KeyLike | None = None,
     retry: RetryPolicy | None = None,
     retention: timedelta | None = None,
+    concurrency: int | None = None,
+    timeout: float | None = None,
+    lease: float | None = None,
 ) -> Handler:
     shape = shape_of(function)
     model = payload if payload is not None else shape.payload
     if retention is not None:
         check_retention(retention)
-    return Handler(function, shape, model, None if key is None else keys.of(key), retry, retention)
+    for name, value in (("concurrency", concurrency), ("timeout", timeout), ("lease", lease)):
+        if value is not None and not value > 0:
+            raise UsageError(f"{name}={value!r}: it is above 0, or left away")
+    found = None if key is None else keys.of(key)
+    return Handler(function, shape, model, found, retry, retention, concurrency, timeout, lease)
 
 
 # A bound method is a new object at each access, but the function behind it is not.
@@ -162,7 +198,9 @@ def _look(function: Callable[..., Any]) -> Shape:
     first = next(iter(signature.parameters), "")
     wanted = hints.get(first)
     item = _payload_type(_item_of(wanted))
-    return Shape(name, _wants_tx(name, signature), _payload_type(wanted), result_type(function), item)
+    names = list(signature.parameters)
+    wants_lease = len(names) > 1 and names[1] == "lease"
+    return Shape(name, _wants_tx(name, signature), _payload_type(wanted), result_type(function), item, wants_lease)
 
 
 def name_of(function: Callable[..., Any]) -> str:

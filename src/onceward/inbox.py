@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import msgspec
 
@@ -43,7 +43,9 @@ from onceward.settle import Settler
 from onceward.shield import LoopLock
 from onceward.stats import Stats
 from onceward.store import Store
+from onceward.stored import StoredInbox, StoredOptions
 from onceward.tenants import TenantLike
+from onceward.turn import OnDead, OnDeadDependency
 from onceward.upkeep import Progress, Upkeep
 from onceward.watch import watched
 from onceward.work import Work
@@ -56,7 +58,7 @@ OnMismatch = Literal["report", "raise"]
 MAX_PAYLOAD = 16 * 1024 * 1024
 
 
-class Inbox(Generic[Tx]):
+class Inbox(StoredInbox[Tx]):
     """The barrier in front of your handlers, bound to a store and a consumer name.
 
     It can be made at import time and opened later: `async with inbox:` or `await inbox.open()`.
@@ -83,10 +85,17 @@ class Inbox(Generic[Tx]):
         max_payload: int = MAX_PAYLOAD,
         cache: int = 10_000,
         listeners: Iterable[events.Listener] = (events.log,),
+        on_dead: OnDead = "block",
+        strict: bool = False,
+        first_position: int = 1,
+        on_dead_dependency: OnDeadDependency = "wait",
+        dependency_timeout: timedelta | None = timedelta(days=1),
     ) -> None:
         _check_options(consumer, handlers)
         _one_of("on_mismatch", on_mismatch, ("report", "raise"))
         _one_of("unhandled", unhandled, ("raise", "ignore", "dead"))
+        _one_of("on_dead", on_dead, ("block", "skip"))
+        _one_of("on_dead_dependency", on_dead_dependency, ("wait", "dead", "run"))
         self.store = store
         self.consumer = consumer
         self._router = Router()
@@ -111,6 +120,14 @@ class Inbox(Generic[Tx]):
         self._bus = events.Bus(tuple(listeners))
         self._settler = Settler(store, wait=wait, on_begin=on_begin, cache=cache)
         self._batcher = Batcher(self._intake, self._settler, self._bus)
+        stored = StoredOptions(
+            on_dead=on_dead,
+            strict=strict,
+            first_position=first_position,
+            on_dead_dependency=on_dead_dependency,
+            dependency_timeout=dependency_timeout,
+        )
+        self._init_stored(self._intake, self._settler, self._bus, stored, on_begin)
         self._open = False
         self._opening = LoopLock()
 
@@ -135,6 +152,7 @@ class Inbox(Generic[Tx]):
     async def close(self) -> None:
         if self._open:
             self._open = False
+            await self._close_stored()
             await self._settler.close()
             await self.store.close()
 

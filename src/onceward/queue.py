@@ -144,6 +144,8 @@ class Taken(msgspec.Struct, frozen=True):
     """Those that are still ours. A lane without messages is closed like any other."""
     messages: tuple[Queued, ...]
     """In the order in which they may run, lane by lane."""
+    xid: str | None = None
+    """The transaction, where the database can tell later what became of it."""
 
 
 class DoneLine(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -276,8 +278,19 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
     async def hold_lanes(self, owner: str, lanes: Sequence[bytes]) -> frozenset[bytes]:
         """Begin a transaction that locks those lanes that are still ours."""
 
+    async def unmet_of(self, record: Record) -> Unmet | None:
+        """In the turn's transaction: the first position that the record depends on and that is not processed."""
+
+    async def waits_in_circle(self, record: Record, needed: Position) -> bool:
+        """In the turn's transaction: whether what is needed waits, by however many others, for this record's stream at
+        its position or later."""
+
+    async def stood(self, taken: Taken) -> bool | None:
+        """Alone, after a handler has ended the turn's transaction: was it committed? None: nobody can say."""
+
     async def savepoint(self) -> None:
-        """In the turn's transaction: a place to go back to. One at a time; a new one replaces it."""
+        """In the turn's transaction: a place to go back to. One at a time; a new one replaces it. CommitNotApplied: a
+        handler has swallowed an error of the database."""
 
     async def back_to_savepoint(self) -> None: ...
 
@@ -291,7 +304,7 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
         """Alone: own them for another while. Those that are still ours."""
 
     async def mark_start(self, owner: str, lane: bytes, identity: Identity) -> Record | None:
-        """Alone: commit a start mark of a message that may have killed the worker before. None: the lane is not ours."""
+        """Alone: commit a start mark of a message that may have killed a worker. None: the lane is not ours."""
 
     async def unmark_start(self, identity: Identity) -> None:
         """Alone: take it back, the process did not die."""

@@ -58,11 +58,19 @@ class Settler(Generic[Tx]):
             begin = around(begin)
         return self._store.unit(begin=begin, wait=self._wait, read_only=read_only)
 
+    def plain_unit(self) -> AbstractAsyncContextManager[Any]:
+        """A unit for the queue, without the user's `on_begin`: it is not about one message."""
+        return self._store.unit(wait=self._wait)
+
     def reading(self, message: Message[Any], tx: Any) -> AbstractAsyncContextManager[Unit[Any]]:
         """To look something up: in the caller's transaction, or what is committed."""
         if tx is None:
             return self.unit(message, read_only=True)
         return self._store.join(tx, begin=self._begin(message), read_only=True)
+
+    def joined(self, message: Message[Any], tx: Any) -> AbstractAsyncContextManager[Unit[Any]]:
+        """A unit in the caller's transaction."""
+        return self._store.join(tx, begin=self._begin(message))
 
     def _begin(self, message: Message[Any]) -> Begin[Any] | None:
         hook = self._on_begin
@@ -117,11 +125,8 @@ class Settler(Generic[Tx]):
             return await self._patiently(lambda: self._attempt_joined(work, tx))
 
     async def _attempt_joined(self, work: Work, tx: Any) -> Outcome[Any]:
-        async with self._joined(work, tx) as unit:
+        async with self.joined(work.message, tx) as unit:
             return await attempt(unit, work)
-
-    def _joined(self, work: Work, tx: Any) -> AbstractAsyncContextManager[Unit[Any]]:
-        return self._store.join(tx, begin=self._begin(work.message))
 
     @asynccontextmanager
     async def claimed(self, work: Work, tx: Any) -> AsyncIterator[Claim]:
@@ -131,7 +136,7 @@ class Settler(Generic[Tx]):
             async def enter() -> tuple[Unit[Any], Claim]:
                 async with AsyncExitStack() as entering:
                     unit = await entering.enter_async_context(
-                        self.unit(work.message) if tx is None else self._joined(work, tx)
+                        self.unit(work.message) if tx is None else self.joined(work.message, tx)
                     )
                     settled, before = await claim(unit, work)
                     if (

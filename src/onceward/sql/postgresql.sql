@@ -26,6 +26,12 @@ SELECT
     clock_timestamp() AS now
 FROM onceward_records WHERE identity = :identity::text::uuid
 
+-- Its state, and what it needs itself.
+-- name: position_look
+SELECT state, depends_on::text AS depends_on FROM onceward_records
+WHERE consumer = :consumer::text AND tenant = :tenant::text AND stream = :stream::text AND position = :position::bigint
+LIMIT 1
+
 -- name: position_done
 SELECT 1 FROM onceward_records
 WHERE consumer = :consumer::text AND tenant = :tenant::text AND stream = :stream::text
@@ -393,3 +399,6 @@ SELECT onceward_requeue(:identity::text::uuid, :lines::text::json) AS done
 
 -- name: queue_drop
 SELECT onceward_drop(:identity::text::uuid, :lane::text::uuid) AS done
+
+-- name: queue_stood
+SELECT txid_status(:xid::bigint) AS status

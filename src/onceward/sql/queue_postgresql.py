@@ -30,7 +30,7 @@ def accept(dialect: Dialect, lines: Sequence[QueueLine], consumer: str, host: st
     ]
 
 
-def claim_lanes(
+def claim_lanes(  # noqa: PLR0917
     dialect: Dialect, consumer: str, owner: str, most: int, lease: float, share: Share | None
 ) -> Plan[list[LaneClaim]]:
     params = {"consumer": consumer, "owner": owner, "most": most, "lease": float(lease)}
@@ -41,7 +41,16 @@ def claim_lanes(
 def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int) -> Plan[Taken]:
     result = yield dialect("queue_take", _owned(owner, lanes) | {"most": most})
     held = frozenset(bytes(row["lane"]) for row in result.rows)
-    return Taken(held, tuple(queued_of(row) for row in result.rows if row["seq"] is not None))
+    messages = tuple(queued_of(row) for row in result.rows if row["seq"] is not None)
+    return Taken(held, messages, str(result.rows[0]["xid"]) if result.rows else None)
+
+
+def stood(dialect: Dialect, taken: Taken) -> Plan[bool | None]:
+    if taken.xid is None:
+        return None
+    result = yield dialect("queue_stood", {"xid": int(taken.xid)})
+    status: str | None = result.rows[0]["status"]
+    return None if status is None else status == "committed"
 
 
 def hold_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Plan[frozenset[bytes]]:

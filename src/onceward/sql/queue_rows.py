@@ -1,4 +1,4 @@
-"""Rows of the queue as values, for all dialects."""
+"""What the queues of all dialects share: rows as values, and looking along dependencies."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import msgspec
 
 from onceward.message import Position
 from onceward.queue import Queued, QueueLine, Unmet
-from onceward.record import State
-from onceward.sql.verbs import moment_of, record_of
+from onceward.record import Record, State
+from onceward.sql.dialect import Dialect
+from onceward.sql.plan import Plan
+from onceward.sql.verbs import moment_of, record_of, unmet
 
 
 class LaneLine(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -31,6 +33,48 @@ def lanes_of(lines: Sequence[QueueLine]) -> list[LaneLine]:
         if line.lane not in lanes:
             lanes[line.lane] = LaneLine(line.lane, line.tenant, line.share, line.lane_name, line.not_before)
     return [lanes[lane] for lane in sorted(lanes)]
+
+
+CIRCLE = 100
+"""So many positions are looked at before a circle is given up."""
+
+
+def unmet_of(dialect: Dialect, record: Record) -> Plan[Unmet | None]:
+    missing = yield from unmet(dialect, record)
+    if missing is None:
+        return None
+    state, _ = yield from _look(dialect, record.consumer, missing, record.tenant)
+    return Unmet(missing, state)
+
+
+def waits_in_circle(dialect: Dialect, record: Record, needed: Position) -> Plan[bool]:
+    """Step by step from what is needed to what that needs, and so on; what is done needs nothing."""
+    seen: set[tuple[str, str, int]] = set()
+    todo = [(needed, record.tenant)]
+    while todo and len(seen) < CIRCLE:
+        position, tenant = todo.pop()
+        at = (position.tenant or tenant, position.stream, position.position)
+        if record.position is not None and at[:2] == (record.tenant, record.stream) and at[2] >= record.position:
+            return True
+        if at in seen:
+            continue
+        seen.add(at)
+        state, needs = yield from _look(dialect, record.consumer, position, tenant)
+        if state is not State.PROCESSED:
+            todo += [(one, at[0]) for one in needs]
+    return False
+
+
+def _look(
+    dialect: Dialect, consumer: str, position: Position, tenant: str
+) -> Plan[tuple[State | None, tuple[Position, ...]]]:
+    at = {"tenant": position.tenant or tenant, "stream": position.stream, "position": position.position}
+    result = yield dialect("position_look", {"consumer": consumer, **at})
+    if not result.rows:
+        return None, ()
+    row = result.rows[0]
+    needs = msgspec.json.decode(row["depends_on"], type=tuple[Position, ...]) if row["depends_on"] else ()
+    return State(row["state"]), needs
 
 
 def queued_of(row: Mapping[str, Any]) -> Queued:

@@ -15,6 +15,12 @@ ON CONFLICT (identity) DO NOTHING
 -- name: find
 SELECT *, strftime('%Y-%m-%dT%H:%M:%fZ', 'now') AS now FROM onceward_records WHERE identity = :identity
 
+-- Its state, and what it needs itself.
+-- name: position_look
+SELECT state, depends_on FROM onceward_records
+WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position
+LIMIT 1
+
 -- name: position_done
 SELECT 1 FROM onceward_records
 WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position

@@ -9,11 +9,11 @@ from typing import Any, Generic, TypeVar
 
 from onceward.identity import Identity
 from onceward.message import Position
+from onceward.queue import Closing as LaneClosing
+from onceward.queue import KeptLine, LaneClaim, QueueLine, QueueStats, Share, Taken, Unmet
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
-from onceward.queue import Closing as LaneClosing
-from onceward.queue import KeptLine, LaneClaim, QueueLine, QueueStats, Share, Taken
-from onceward.sql import queue_postgresql, upkeep, verbs
+from onceward.sql import queue_postgresql, queue_rows, upkeep, verbs
 from onceward.sql.dialect import DIALECTS, migrations, quoted
 from onceward.sql.driver import Driver, Session
 from onceward.sql.joined import joined
@@ -190,6 +190,7 @@ class SqlUnit(Generic[Tx]):
         self._dialect = driver.dialect
         self._session = session
         self._begin = begin
+        self._saved = False
 
     @property
     def tx(self) -> Tx:
@@ -326,8 +327,19 @@ class SqlUnit(Generic[Tx]):
     async def hold_lanes(self, owner: str, lanes: Sequence[bytes]) -> frozenset[bytes]:
         return await self._start(self._queue.hold_lanes(self._dialect, owner, lanes))
 
+    async def unmet_of(self, record: Record) -> Unmet | None:
+        return await self._say(queue_rows.unmet_of(self._dialect, record))
+
+    async def waits_in_circle(self, record: Record, needed: Position) -> bool:
+        return await self._say(queue_rows.waits_in_circle(self._dialect, record, needed))
+
+    async def stood(self, taken: Taken) -> bool | None:
+        return await self._at_once(self._queue.stood(self._dialect, taken))
+
     async def savepoint(self) -> None:
-        await self._session.script("SAVEPOINT onceward_turn")
+        again = "RELEASE SAVEPOINT onceward_turn; " if self._saved else ""
+        self._saved = True
+        await self._session.script(f"{again}SAVEPOINT onceward_turn")
 
     async def back_to_savepoint(self) -> None:
         await self._session.script("ROLLBACK TO SAVEPOINT onceward_turn")
@@ -369,6 +381,7 @@ class SqlUnit(Generic[Tx]):
 
     async def _start(self, plan: Plan[T]) -> T:
         """Begin a transaction with this plan; the caller ends it."""
+        self._saved = False
         if self._begin is None:
             return await run(plan, self._session.execute, first=self._session.begin)
         await self._session.begin()

@@ -209,7 +209,7 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
 -- statement the reading would be as of before the lock.
 CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
     RETURNS TABLE (
-        held uuid, seq bigint, rank bigint, track text, due timestamptz, behind boolean, now timestamptz,
+        held uuid, xid bigint, seq bigint, rank bigint, track text, due timestamptz, behind boolean, now timestamptz,
         unmet_tenant text, unmet_stream text, unmet_position bigint, unmet_state text,
         consumer text, tenant text, scope text, key text, message_id text, type text, source text, topic text,
         origin text, state text, attempts integer, started integer, errors text, result text, payload text, body bytea,
@@ -232,7 +232,7 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
             ORDER BY lane FOR NO KEY UPDATE);
         RETURN QUERY
         SELECT
-            l.lane, q.seq, q.rank, q.track, q.due, q.behind, clock_timestamp(),
+            l.lane, txid_current(), q.seq, q.rank, q.track, q.due, q.behind, clock_timestamp(),
             d.tenant, d.stream, d."position", d.state,
             r.consumer, r.tenant, r.scope, r.key, r.message_id, r.type, r.source, r.topic, r.origin, r.state,
             r.attempts, r.started, r.errors::text, r.result::text, r.payload::text, r.body, r.headers::text,

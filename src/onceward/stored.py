@@ -1,0 +1,276 @@
+"""The stored half of an inbox: keep first, work later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, suppress
+from datetime import datetime, timedelta
+from time import monotonic
+from typing import Any, Generic, TypeVar, overload
+
+import msgspec
+
+from onceward import events
+from onceward.accept import Acceptor, asked
+from onceward.errors import InboxClosed, OncewardError, UsageError
+from onceward.handlers import bulk_handler_of
+from onceward.intake import Intake
+from onceward.iterate import Work, works
+from onceward.keys import KeyLike
+from onceward.message import Message, check_position
+from onceward.outcome import Kind, Outcome
+from onceward.queue import QueueStats
+from onceward.retry import RetryPolicy
+from onceward.settle import Settler
+from onceward.store import Store
+from onceward.turn import OnDead, OnDeadDependency, Settings
+from onceward.wake import Bell, Herald
+from onceward.worker import Crew, Options, RunningWorker, check_share, in_background, outcome_of_slot
+
+Tx = TypeVar("Tx")
+
+RETRY = RetryPolicy(max_attempts=10)
+"""Of what comes from the queue, where nothing else is said."""
+
+
+class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of an inbox that are about its queue."""
+
+    on_dead: OnDead = "block"
+    strict: bool = False
+    first_position: int = 1
+    on_dead_dependency: OnDeadDependency = "wait"
+    dependency_timeout: timedelta | None = timedelta(days=1)
+
+
+class Health(msgspec.Struct, frozen=True):
+    """Whether an inbox can do its part, for probes."""
+
+    ok: bool
+    """The database answers, and the workers of this process, if there are any, go on."""
+    store: bool
+    workers: int
+    idle_for: float | None = None
+    """Seconds since a worker of this process last looked for work; None without workers."""
+    error: str | None = None
+
+
+STUCK = 60.0
+"""Seconds. Workers that did nothing for longer, not even look for work, are stuck, or in a very long handler."""
+
+
+class StoredInbox(Generic[Tx]):
+    """What Inbox inherits: accept, dispatch, run, worker, the iterator."""
+
+    store: Store[Tx]
+    consumer: str
+    _open: bool
+
+    def _init_stored(
+        self,
+        intake: Intake,
+        settler: Settler[Tx],
+        bus: events.Bus,
+        options: StoredOptions,
+        on_begin: Callable[..., Any] | None,
+    ) -> None:
+        check_position(options.first_position)
+        self._acceptor = Acceptor(intake, settler, bus, strict=options.strict, first=options.first_position)
+        self._bell = Bell()
+        settings = Settings(
+            intake=intake,
+            retry=intake.retry or RETRY,
+            on_dead=options.on_dead,
+            on_dead_dependency=options.on_dead_dependency,
+            dependency_timeout=options.dependency_timeout,
+            on_begin=on_begin,
+        )
+        self._crew = Crew(settler, settings, bus, self._bell)
+        self._herald = Herald(self._tell_others)
+
+    # --- keeping --------------------------------------------------------------------------------------------
+
+    @overload
+    async def accept(
+        self,
+        message: Message[Any],
+        *,
+        lane: str | None = ...,
+        not_before: datetime | timedelta | None = ...,
+        key: KeyLike | None = ...,
+        origin: str | None = ...,
+        tx: Any = ...,
+    ) -> Outcome[Any]: ...
+
+    @overload
+    async def accept(
+        self,
+        message: Iterable[Message[Any]],
+        *,
+        lane: str | None = ...,
+        not_before: datetime | timedelta | None = ...,
+        key: KeyLike | None = ...,
+        origin: str | None = ...,
+        tx: Any = ...,
+    ) -> list[Outcome[Any]]: ...
+
+    async def accept(
+        self,
+        message: Message[Any] | Iterable[Message[Any]],
+        *,
+        lane: str | None = None,
+        not_before: datetime | timedelta | None = None,
+        key: KeyLike | None = None,
+        origin: str | None = None,
+        tx: Any = None,
+    ) -> Outcome[Any] | list[Outcome[Any]]:
+        """Keep a message, or a list of them, exactly once, to be worked on later. If this returns, acknowledge.
+
+        ACCEPTED: it is durable, and workers (`run`) will have it. DUPLICATE: it was accepted or processed before.
+        With `tx`, a transaction that you opened, it is kept when you commit. `lane` names its lane, in place of the
+        inbox's strategy; with `not_before` it waits, and its lane with it.
+
+        For a list nothing is raised for one message: its outcome is FAILED or BUSY, and `outcome.verdict` says what to
+        do with it.
+        """
+        if not self._open:
+            raise InboxClosed
+        about = asked(lane=lane, not_before=not_before, origin=origin, key=key, tx=tx)
+        if isinstance(message, Message):
+            (outcome,) = await self._acceptor.accept([message], about)
+            self._ring([outcome], tx)
+            if outcome.kind in (Kind.FAILED, Kind.BUSY) and outcome.error is not None:
+                raise outcome.error
+            return outcome
+        if isinstance(message, (str, bytes)) or not isinstance(message, Iterable):
+            raise UsageError(f"accept takes a Message or several, not {type(message).__name__}")
+        outcomes = await self._acceptor.accept(message, about)
+        self._ring(outcomes, tx)
+        return outcomes
+
+    def _ring(self, outcomes: list[Outcome[Any]], tx: Any) -> None:
+        if tx is None and any(one.kind is Kind.ACCEPTED for one in outcomes):
+            self._bell.ring()
+            self._herald.call()
+
+    async def _tell_others(self) -> None:
+        """Other processes that work on this consumer's queue."""
+
+    # --- working --------------------------------------------------------------------------------------------
+
+    async def dispatch(
+        self, handler: Callable[..., Any] | None = None, *, share: tuple[int, int] | None = None
+    ) -> Outcome[Any] | None:
+        """Work on one message of the queue. None: nothing is ready.
+
+        A handler that fails is an outcome, FAILED or DEAD; its lane waits for the next try.
+        """
+        crew = self._working()
+        return outcome_of_slot(await crew.dispatch(Options(given=handler, share=check_share(share))))
+
+    async def run(
+        self,
+        handler: Callable[..., Any] | None = None,
+        *,
+        bulk: Callable[..., Any] | None = None,
+        concurrency: int = 1,
+        stop: asyncio.Event | None = None,
+        grace: float = 25.0,
+        share: tuple[int, int] | None = None,
+        poll_interval: float = 1.0,
+        batch: int = 100,
+    ) -> None:
+        """Work on the queue until `stop` is set, or for ever.
+
+        Each message runs once, with `handler` or with the registered handler of its type, in the order of its lane;
+        `bulk` is a handler that gets a list. `concurrency` workers take up to `batch` messages in one transaction. Run
+        as many processes as you like; with `share=(0, 3)` this one has a fixed third of the lanes. After `stop`, what
+        was begun has `grace` seconds to end, and is then undone and left to others.
+        """
+        options = _options(
+            handler, bulk, share=share,
+            concurrency=concurrency, grace=grace, poll_interval=poll_interval, batch=batch,
+        )  # fmt: skip
+        await self._working().run(options, stop or asyncio.Event())
+
+    def worker(
+        self,
+        handler: Callable[..., Any] | None = None,
+        *,
+        bulk: Callable[..., Any] | None = None,
+        concurrency: int = 1,
+        grace: float = 25.0,
+        share: tuple[int, int] | None = None,
+        poll_interval: float = 1.0,
+        batch: int = 100,
+    ) -> AbstractAsyncContextManager[RunningWorker]:
+        """`run` in the background, for as long as the block lasts."""
+        options = _options(
+            handler, bulk, share=share,
+            concurrency=concurrency, grace=grace, poll_interval=poll_interval, batch=batch,
+        )  # fmt: skip
+        return in_background(self._working(), options)
+
+    def works(
+        self,
+        *,
+        stop: asyncio.Event | None = None,
+        share: tuple[int, int] | None = None,
+        poll_interval: float = 1.0,
+    ) -> AsyncIterator[Work]:
+        """The messages of the queue, one after another; `async for work in inbox` is the same.
+
+        `async with work as (message, tx)`: processed when the block ends without an error.
+        """
+        options = Options(share=check_share(share), poll_interval=poll_interval)
+        return works(self._working(), options, stop or asyncio.Event())
+
+    def __aiter__(self) -> AsyncIterator[Work]:
+        return self.works()
+
+    def _working(self) -> Crew:
+        if not self._open:
+            raise InboxClosed
+        return self._crew
+
+    # --- looking --------------------------------------------------------------------------------------------
+
+    async def queue_stats(self) -> QueueStats:
+        """What is in the queue: pending, ready, running, retrying, waiting and for what, blocked by a dead letter."""
+        if not self._open:
+            raise InboxClosed
+        async with self._crew.unit() as unit:
+            stats: QueueStats = await unit.queue_stats(self.consumer)
+        return stats
+
+    async def health(self) -> Health:
+        """For a probe: does the database answer, and do the workers of this process go on?"""
+        workers = self._crew.running
+        idle_for = monotonic() - self._crew.last_step if workers else None
+        error: str | None = None
+        try:
+            if not self._open:
+                raise InboxClosed
+            async with asyncio.timeout(5.0), self._crew.unit() as unit:
+                await unit.now()
+        except (OncewardError, TimeoutError, OSError) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        stuck = idle_for is not None and idle_for > STUCK
+        return Health(error is None and not stuck, error is None, workers, idle_for, error)
+
+    async def _close_stored(self) -> None:
+        with suppress(Exception):
+            await self._herald.close()
+
+
+def _options(
+    handler: Callable[..., Any] | None, bulk: Callable[..., Any] | None, *, share: Any, **numbers: Any
+) -> Options:
+    if handler is not None and bulk is not None:
+        raise UsageError("give either a handler, or a bulk handler")
+    many = None if bulk is None else bulk_handler_of(bulk)
+    options = Options(given=handler, bulk=many, share=check_share(share), **numbers)
+    if options.concurrency < 1 or options.batch < 1 or options.poll_interval <= 0 or options.grace < 0:
+        raise UsageError("concurrency and batch are at least 1, poll_interval is above 0, grace is not negative")
+    return options

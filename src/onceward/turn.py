@@ -1,0 +1,637 @@
+"""A turn: messages of some lanes through one transaction.
+
+Read `Turn.work` first. It takes the lanes that are still its own, runs what may run, in order, writes down what became
+of each message and how each lane goes on, and commits. It is optimistic: without savepoints. When a handler fails after
+others ran, the turn is given up (`Again`) and done a second time, **careful**, with a savepoint before each message;
+and where the database refuses the whole of it, a third time, **alone**, with one message. So only a message that fails
+by itself burns an attempt, and its failure is written in the transaction that holds its lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
+from enum import IntEnum
+from time import perf_counter
+from typing import Any, Literal
+
+import msgspec
+
+from onceward import codec
+from onceward.attempt import LONGEST_DELAY, failure_of
+from onceward.current import BulkRun, Current, enter, leave
+from onceward.errors import (
+    AttemptsExhausted,
+    BulkError,
+    CommitNotApplied,
+    DependencyCycle,
+    DependencyDead,
+    DependencyMissing,
+    HandlerEndedTransaction,
+    HandlerNotFound,
+    HandlerTimeout,
+    Reject,
+    ResultInvalid,
+    StoreError,
+    StoreUnavailable,
+    TryLater,
+)
+from onceward.handlers import BulkHandler, Handler
+from onceward.intake import Intake
+from onceward.message import Message
+from onceward.outcome import Kind, Outcome
+from onceward.queue import (
+    BlockedLine,
+    Closing,
+    DoneLine,
+    FailedLine,
+    LaneEnd,
+    Queued,
+    QueueUnit,
+    Taken,
+    Then,
+)
+from onceward.record import State
+from onceward.retention import milliseconds
+from onceward.retry import RetryPolicy
+from onceward.shield import finish
+from onceward.store import Conflict
+
+OnDead = Literal["block", "skip"]
+OnDeadDependency = Literal["wait", "dead", "run"]
+
+NO_HANDLER_PAUSE = 30.0
+"""Seconds that a lane waits whose message has no handler here: another version of the service may have one."""
+CROWDED_PAUSE = 0.02
+"""Seconds that a lane waits whose handler already runs as often as it may."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How an inbox works on its queue."""
+
+    intake: Intake
+    retry: RetryPolicy
+    on_dead: OnDead
+    on_dead_dependency: OnDeadDependency
+    dependency_timeout: timedelta | None
+    on_begin: Callable[[Any, Message[Any]], Awaitable[Any]] | None
+
+
+class Care(IntEnum):
+    OPTIMISTIC = 0
+    CAREFUL = 1
+    ALONE = 2
+
+
+class Again(Exception):
+    """A signal: nothing of this turn stands; take it again, with more care."""
+
+
+class Limits:
+    """How many turns of this process run a handler, where that is limited."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, int] = {}
+
+    def enter(self, handler: Handler) -> bool:
+        running = self._running.get(handler.name, 0)
+        if handler.concurrency is not None and running >= handler.concurrency:
+            return False
+        self._running[handler.name] = running + 1
+        return True
+
+    def leave(self, handler: Handler) -> None:
+        self._running[handler.name] -= 1
+
+
+class Slot(msgspec.Struct, eq=False):
+    """One message of a turn, until it has its outcome."""
+
+    queued: Queued
+    message: Message[Any]
+    handler: Handler | None = None
+    outcome: Outcome[Any] | None = None
+    encoded: bytes | None = None
+    duration_ms: float = 0.0
+    counted: bool = True
+    """As an attempt."""
+
+    @property
+    def identity(self) -> str:
+        return self.queued.record.identity.digest.hex()
+
+    @property
+    def is_ordered(self) -> bool:
+        """It is in a lane, which others may be in too."""
+        return self.queued.lane != self.queued.record.identity.digest
+
+    @property
+    def attempts(self) -> int:
+        """With this one."""
+        return self.queued.record.attempts + 1
+
+    def fails(self, error: Exception, kind: Kind = Kind.FAILED, delay: float | None = None) -> None:
+        retry_at = None if delay is None else self.queued.now + timedelta(seconds=delay)
+        self.outcome = Outcome(
+            kind, error=error, retry_at=retry_at, attempts=self.attempts, duration_ms=self.duration_ms
+        )
+
+
+class Turn:
+    def __init__(
+        self,
+        unit: QueueUnit[Any],
+        owner: str,
+        lanes: Sequence[bytes],
+        settings: Settings,
+        *,
+        most: int,
+        given: Callable[..., Any] | None = None,
+        bulk: BulkHandler | None = None,
+        limits: Limits | None = None,
+        care: Care = Care.OPTIMISTIC,
+        marked: bytes | None = None,
+    ) -> None:
+        self.unit = self._unit = unit
+        self._owner = owner
+        self._lanes = lanes
+        self._settings = settings
+        self._most = most
+        self._given = given
+        self._bulk = bulk
+        self._limits = limits or Limits()
+        self._care = care
+        self._marked = marked
+        """The digest of a message whose start was marked by us."""
+        self._taken = Taken(frozenset(), ())
+        self._slots: list[Slot] = []
+        self._ends: dict[bytes, LaneEnd] = {}
+        """Of lanes in which nothing more runs in this turn."""
+        self._stopped: set[tuple[bytes, str]] = set()
+        """Tracks in which nothing more runs in this turn."""
+        self._blocked: list[BlockedLine] = []
+        self._behind: list[int] = []
+        self._using: list[Handler] = []
+        self.leased: Slot | None = None
+        """A message whose handler runs without a transaction: its lane stays ours."""
+        self.full = False
+        """There was as much to do as was asked for."""
+
+    async def work(self) -> list[Slot]:
+        """What was settled, in its order; committed."""
+        unit = self._unit
+        self._taken = await unit.take_lanes(self._owner, self._lanes, most=self._most)
+        if not self._taken.lanes:
+            await unit.rollback()
+            return []
+        self.full = len(self._taken.messages) >= self._most
+        try:
+            runnable = await self._sort()
+            if runnable:
+                await unit.savepoint()
+                await (self._run_each(runnable) if self._bulk is None else self._run_bulk(self._bulk, runnable))
+            await self._end()
+        except _Written:
+            pass
+        finally:
+            for handler in self._using:
+                self._limits.leave(handler)
+        return [slot for slot in self._slots if slot.outcome is not None]
+
+    # --- what may run ---------------------------------------------------------------------------------------
+
+    async def _sort(self) -> list[Slot]:
+        runnable = []
+        for queued in self._taken.messages:
+            slot = Slot(queued, queued.record.message())
+            if not self._bars(slot) and await self._admits(slot):
+                runnable.append(slot)
+        return runnable
+
+    def _bars(self, slot: Slot) -> bool:
+        """Something before it in its lane, or in its track, has to come first."""
+        queued = slot.queued
+        return queued.lane in self._ends or (queued.track is not None and (queued.lane, queued.track) in self._stopped)
+
+    async def _admits(self, slot: Slot) -> bool:
+        queued, record = slot.queued, slot.queued.record
+        if queued.behind:
+            self._behind.append(queued.seq)
+            self._stop_track(slot)
+            return False
+        if queued.waits > 0:
+            self._stop(slot, Then.RETRY if record.attempts else Then.LATER, queued.waits)
+            return False
+        if not await self._dependencies_met(slot):
+            return False
+        return self._has_handler(slot)
+
+    async def _dependencies_met(self, slot: Slot) -> bool:
+        queued, record, unmet = slot.queued, slot.queued.record, slot.queued.unmet
+        if unmet is not None and self._settings.on_dead_dependency == "run" and _is_dead(unmet.state):
+            unmet = await self._next_unmet(slot)
+        if unmet is None:
+            return True
+        needed, timeout = unmet.position, self._settings.dependency_timeout
+        deadline = None if timeout is None or record.received_at is None else record.received_at + timeout
+        text = f"position {needed.position} of {needed.stream!r}"
+        problem: Exception | None = None
+        if _is_dead(unmet.state) and self._settings.on_dead_dependency == "dead":
+            problem = DependencyDead(f"it depends on {text}, which is a dead letter", position=needed)
+        elif deadline is not None and deadline <= queued.now:
+            problem = DependencyMissing(f"it depends on {text}, which did not come within {timeout}", position=needed)
+        elif await self._unit.waits_in_circle(record, needed):
+            problem = DependencyCycle(f"it depends on {text}, which waits for it", position=needed)
+        if problem is not None:
+            slot.counted = False
+            self._bury(slot, problem)
+            return False
+        self._blocked.append(
+            BlockedLine(
+                seq=queued.seq,
+                identity=slot.identity,
+                lane=queued.lane.hex(),
+                tenant=needed.tenant or record.tenant,
+                stream=needed.stream,
+                position=needed.position,
+                deadline=deadline,
+            )
+        )
+        if queued.rank >= 0:  # its lane is its stream
+            self._stop(slot, Then.WAIT)
+        else:
+            self._stop_track(slot)
+        return False
+
+    async def _next_unmet(self, slot: Slot) -> Any:
+        """Apart from those that are dead."""
+        record = slot.queued.record
+        left = list(record.depends_on)
+        while left:
+            missing = await self._unit.unmet_of(msgspec.structs.replace(record, depends_on=tuple(left)))
+            if missing is None or not _is_dead(missing.state):
+                return missing
+            found = missing.position
+            left = [one for one in left if (one.tenant or record.tenant, one.stream, one.position)
+                    != (found.tenant or record.tenant, found.stream, found.position)]  # fmt: skip
+        return None
+
+    def _has_handler(self, slot: Slot) -> bool:
+        try:
+            handler = self._handler_of(slot)
+        except HandlerNotFound as error:
+            slot.outcome = Outcome(Kind.BUSY, error=error)
+            self._stop(slot, Then.LATER, NO_HANDLER_PAUSE)
+            self._slots.append(slot)
+            return False
+        if handler is None:
+            slot.outcome = Outcome(Kind.IGNORED, attempts=slot.attempts)
+            self._slots.append(slot)
+            return False
+        slot.handler = handler
+        if handler.concurrency is not None and handler not in self._using:
+            if not self._limits.enter(handler):
+                self._stop(slot, Then.LATER, CROWDED_PAUSE)
+                return False
+            self._using.append(handler)
+        record = slot.queued.record
+        crashes = record.started - self._mark_of(slot)
+        if crashes > 0 and self._retry(slot).exhausted(record.attempts + crashes):
+            slot.counted = False
+            died = f"the process died {crashes} times while handling it; no attempts are left"
+            self._bury(slot, AttemptsExhausted(died, attempts=record.attempts))
+            return False
+        if handler.lease is not None and self._bulk is None:
+            self._stop(slot, Then.NEXT)  # one at a time: others may take the rest
+            if self.leased is None:
+                self.leased = slot
+            return False
+        return True
+
+    def _handler_of(self, slot: Slot) -> Handler | None:
+        if self._bulk is not None:
+            return self._bulk.of_one(self._settings.intake.router.find(slot.message.type))
+        return self._settings.intake.handler_for(slot.message, self._given)
+
+    def _retry(self, slot: Slot) -> RetryPolicy:
+        handler = slot.handler
+        return (handler.retry if handler is not None else None) or self._settings.retry
+
+    def _mark_of(self, slot: Slot) -> int:
+        return int(slot.queued.record.identity.digest == self._marked)
+
+    # --- handlers -------------------------------------------------------------------------------------------
+
+    async def _run_each(self, slots: list[Slot]) -> None:
+        careful, alone = self._care >= Care.CAREFUL, True
+        for slot in slots:
+            if self._bars(slot):
+                continue
+            if careful and not alone:
+                await self._unit.savepoint()
+            try:
+                await self._run(slot)
+                if careful:
+                    await self._unit.savepoint()  # tells whether the transaction is still alive
+            except BaseException as error:  # noqa: BLE001 - also cancellation: everything must be undone
+                await self._failed(slot, error, alone=alone or careful)
+                careful = True  # we are back at the savepoint, with nothing before it
+                continue
+            alone = False
+
+    async def _run(self, slot: Slot) -> None:
+        unit, handler, record, message = self._unit, slot.handler, slot.queued.record, slot.message
+        assert handler is not None  # noqa: S101 - see _admits
+        settings = self._settings
+        run = Current(
+            record.identity, handler.name, slot.attempts, slot.attempts > 1 or record.started > 0, record.origin
+        )
+        began, token = perf_counter(), enter(run)
+        try:
+            if settings.on_begin is not None:
+                await settings.on_begin(unit.tx, message)
+            hook = settings.intake.seen_before
+            if hook is not None and await hook(unit.tx, message):
+                result, kind = None, Kind.DUPLICATE
+            else:
+                result, kind = await self._called(handler, message), Kind.PROCESSED
+            slot.encoded = None if result is None else codec.encode(result, "result", ResultInvalid)
+            if not unit.stands and not unit.lost:
+                raise HandlerEndedTransaction
+        finally:
+            slot.duration_ms = (perf_counter() - began) * 1000
+            leave(token)
+        slot.outcome = Outcome(kind, result=result, attempts=slot.attempts, duration_ms=slot.duration_ms)
+        self._slots.append(slot)
+
+    async def _called(self, handler: Handler, message: Message[Any]) -> Any:
+        decoded = handler.decoded(message)
+        tx = self._unit.tx if handler.wants_tx else None
+        if handler.timeout is None:
+            return await handler.run(decoded, tx)
+        try:
+            async with asyncio.timeout(handler.timeout) as patience:
+                return await handler.run(decoded, tx)
+        except TimeoutError as error:
+            if not patience.expired():
+                raise
+            raise HandlerTimeout(f"{handler.name} did not end within {handler.timeout:g} s") from error
+
+    async def _failed(self, slot: Slot, error: BaseException, *, alone: bool) -> None:
+        unit = self._unit
+        if not isinstance(error, Exception):
+            raise error
+        if unit.lost:
+            raise StoreUnavailable(f"the connection was lost while the handler ran: {error}") from error
+        if isinstance(error, HandlerEndedTransaction) or not unit.stands:
+            await self._bury_ended(slot, error)
+        if unit.is_conflict(error):
+            raise Conflict from error
+        if isinstance(error, StoreUnavailable):
+            raise error
+        if not alone:
+            raise Again from error
+        await unit.back_to_savepoint()
+        slot.outcome = None
+        if slot in self._slots:
+            self._slots.remove(slot)
+        self._consequence(slot, error)
+
+    def _consequence(self, slot: Slot, error: Exception) -> None:
+        """Dead, or tried again after a delay."""
+        record, retry = slot.queued.record, self._retry(slot)
+        crashes = max(0, record.started - self._mark_of(slot))
+        if isinstance(error, Reject) or retry.exhausted(slot.attempts + crashes):
+            self._bury(slot, error)
+            return
+        if isinstance(error, TryLater) and error.delay is not None:
+            delay = min(max(error.delay, 0.0), LONGEST_DELAY)
+        else:
+            delay = retry.delay(slot.attempts)
+        slot.fails(error, delay=delay)
+        self._slots.append(slot)
+        self._stop(slot, Then.RETRY, delay)
+
+    def _bury(self, slot: Slot, error: Exception) -> None:
+        slot.fails(error, Kind.DEAD)
+        self._slots.append(slot)
+        if self._settings.on_dead == "block" and slot.is_ordered:
+            self._ends[slot.queued.lane] = LaneEnd(slot.queued.lane.hex(), Then.BLOCKED, blocker=slot.identity)
+
+    def _stop(self, slot: Slot, then: Then, delay: float = 0.0) -> None:
+        self._ends[slot.queued.lane] = LaneEnd(slot.queued.lane.hex(), then, delay)
+
+    def _stop_track(self, slot: Slot) -> None:
+        if slot.queued.track is not None:
+            self._stopped.add((slot.queued.lane, slot.queued.track))
+
+    # --- bulk handlers --------------------------------------------------------------------------------------
+
+    async def _run_bulk(self, bulk: BulkHandler, slots: list[Slot]) -> None:
+        """All at once; in halves when that fails, until the one that fails is alone."""
+        packed = {id(slot): codec.encode(slot.message.payload) for slot in slots}
+        parts, first = [slots], True
+        while parts:
+            part = [slot for slot in parts.pop(0) if not self._bars(slot)]
+            if not part:
+                continue
+            if not first:
+                await self._unit.savepoint()
+            first = False
+            try:
+                await self._run_part(bulk, part)
+            except BaseException as error:  # noqa: BLE001 - also cancellation: everything must be undone
+                if len(part) == 1:
+                    await self._failed(part[0], error, alone=True)
+                    continue
+                await self._undo_part(part, error)
+                parts = [*_parted(part, error), *parts]
+                for slot in part:  # a handler that changed its payload must not find the change
+                    payload = codec.decode(packed[id(slot)])
+                    slot.message = msgspec.structs.replace(slot.message, payload=payload)
+
+    async def _run_part(self, bulk: BulkHandler, part: list[Slot]) -> None:
+        unit, settings, began = self._unit, self._settings, perf_counter()
+        token = enter(BulkRun(bulk.shape.name))
+        try:
+            if settings.on_begin is not None:
+                await settings.on_begin(unit.tx, part[0].message)
+            messages = [slot.handler.decoded(slot.message) for slot in part if slot.handler is not None]
+            results = await bulk.run(messages, unit.tx)
+            encoded = [None if one is None else codec.encode(one, "result", ResultInvalid) for one in results]
+            if not unit.stands and not unit.lost:
+                raise HandlerEndedTransaction
+            await unit.savepoint()
+        finally:
+            leave(token)
+        duration_ms = (perf_counter() - began) * 1000
+        for slot, result, code in zip(part, results, encoded, strict=True):
+            slot.encoded, slot.duration_ms = code, duration_ms
+            slot.outcome = Outcome(Kind.PROCESSED, result=result, attempts=slot.attempts, duration_ms=duration_ms)
+            self._slots.append(slot)
+
+    async def _undo_part(self, part: list[Slot], error: BaseException) -> None:
+        unit = self._unit
+        if not isinstance(error, Exception):
+            raise error
+        if unit.lost:
+            raise StoreUnavailable(f"the connection was lost while the handler ran: {error}") from error
+        if isinstance(error, HandlerEndedTransaction) or not unit.stands:
+            await self._bury_ended(None, error, ran=part)
+        if unit.is_conflict(error):
+            raise Conflict from error
+        await unit.back_to_savepoint()
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    async def _end(self) -> None:
+        unit, intake = self._unit, self._settings.intake
+        try:
+            await unit.close_lanes(self._closing(), consumer=intake.consumer, host=intake.host)
+            await unit.commit()
+        except HandlerEndedTransaction as error:
+            await self._bury_ended(None, error)
+        except CommitNotApplied as error:
+            await self._refused(error)
+        except StoreError:
+            raise
+        except Exception as error:
+            if unit.is_conflict(error):
+                raise Conflict from error
+            await self._refused(error)
+
+    def _closing(self) -> Closing:
+        done, failed = [], []
+        for slot in self._slots:
+            outcome = slot.outcome
+            if outcome is None or outcome.kind is Kind.BUSY:
+                continue
+            if outcome.kind in (Kind.FAILED, Kind.DEAD):
+                failed.append(self._failure(slot, outcome))
+            else:
+                done.append(self._done(slot))
+        kept = None if self.leased is None else self.leased.queued.lane
+        lanes = [lane for lane in sorted(self._taken.lanes) if lane != kept]
+        ends = [self._ends.get(lane) or LaneEnd(lane.hex()) for lane in lanes]
+        return Closing(self._owner, ends, done, failed, self._blocked, self._behind)
+
+    def _done(self, slot: Slot) -> DoneLine:
+        handler = slot.handler
+        return DoneLine(
+            seq=slot.queued.seq,
+            identity=slot.identity,
+            handler=None if handler is None else handler.name,
+            result=None if slot.encoded is None else slot.encoded.decode(),
+            duration_ms=slot.duration_ms,
+            keep_ms=None if handler is None else milliseconds(handler.retention),
+            started=self._mark_of(slot),
+        )
+
+    def _failure(self, slot: Slot, outcome: Outcome[Any]) -> FailedLine:
+        error = outcome.error or Exception("unknown")
+        delay = None
+        if outcome.retry_at is not None:
+            delay = round((outcome.retry_at - slot.queued.now).total_seconds(), 6)
+        return FailedLine(
+            seq=slot.queued.seq,
+            identity=slot.identity,
+            error=codec.encode(failure_of(error), "error").decode(),
+            handler=None if slot.handler is None else slot.handler.name,
+            delay=delay,
+            dead=outcome.kind is Kind.DEAD,
+            counted=slot.counted,
+            duration_ms=slot.duration_ms,
+            started=self._mark_of(slot),
+        )
+
+    async def _refused(self, error: Exception) -> None:
+        """Nothing was written. Who is to blame is known only when one message ran."""
+        await self._unit.rollback()
+        ran = [slot for slot in self._slots if slot.outcome is not None and slot.outcome.kind is Kind.PROCESSED]
+        if len(ran) != 1 or len(self._slots) != 1 or self.leased is not None:
+            raise Again from error
+        (slot,) = ran
+        self._forget()
+        self._consequence(slot, error)
+        await self._write_outside()
+
+    async def _bury_ended(self, culprit: Slot | None, error: BaseException, *, ran: Sequence[Slot] = ()) -> None:
+        """A handler has ended the transaction. If it was with COMMIT, what ran before it stands; a person has to look
+        at the message itself, or at all of them where nobody can say whose handler it was."""
+        unit = self._unit
+        await unit.rollback()
+        stood = await finish(unit.stood(self._taken))
+        before = [slot for slot in self._slots if slot is not culprit and _ran(slot)]
+        culprits = [culprit] if culprit is not None else [*before, *ran]
+        if culprit is None:
+            before = []
+        if stood is False and culprit is None and len(culprits) > 1:
+            raise Again from error
+        self._forget()
+        if stood is not False:
+            if stood is None and before:
+                culprits, before = [*before, *culprits], []
+            self._slots = before
+        ended = error if isinstance(error, HandlerEndedTransaction) else HandlerEndedTransaction()
+        if ended is not error:
+            ended.__cause__ = error
+        for slot in culprits:
+            slot.counted = False
+            self._bury(slot, ended)
+        await self._write_outside()
+        raise _Written
+
+    def _forget(self) -> None:
+        self._slots, self._blocked, self._behind = [], [], []
+        self._ends.clear()
+
+    async def _write_outside(self) -> None:
+        """In a transaction of its own, if the lanes are still ours."""
+
+        async def write() -> None:
+            held = await self._unit.hold_lanes(self._owner, self._lanes)
+            self._taken = msgspec.structs.replace(self._taken, lanes=held)
+            self._slots = [slot for slot in self._slots if slot.queued.lane in held]
+            intake = self._settings.intake
+            await self._unit.close_lanes(self._closing(), consumer=intake.consumer, host=intake.host)
+            await self._unit.commit()
+
+        await finish(write())
+
+
+class _Written(Exception):
+    """A signal within a turn: it is over."""
+
+
+def _is_dead(state: State | None) -> bool:
+    return state in (State.DEAD, State.DISCARDED)
+
+
+def _ran(slot: Slot) -> bool:
+    return slot.outcome is not None and slot.outcome.kind in (Kind.PROCESSED, Kind.DUPLICATE)
+
+
+def _parted(part: list[Slot], error: BaseException) -> list[list[Slot]]:
+    """In halves, or apart from those that the handler named."""
+    named: list[Slot] = []
+    if isinstance(error, BulkError):
+        for one in error.culprits:
+            if isinstance(one, int):
+                named += part[one : one + 1]
+            else:
+                named += [slot for slot in part if slot.message.id == getattr(one, "id", None)]
+    if named and len(named) < len(part):
+        others, after = [], {slot.queued.lane for slot in named if slot.is_ordered}
+        behind: list[Slot] = []
+        seen: set[bytes] = set()
+        for slot in part:
+            if slot in named:
+                seen.add(slot.queued.lane)
+            elif slot.queued.lane in after and slot.queued.lane in seen:
+                behind.append(slot)
+            else:
+                others.append(slot)
+        return [others, *[[slot] for slot in named], behind]
+    middle = len(part) // 2
+    return [part[:middle], part[middle:]]

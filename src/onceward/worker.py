@@ -1,0 +1,399 @@
+"""Workers: claim lanes that are due, take their turns, and wait for more.
+
+Any number of them, in any number of processes, come and go freely. A worker that dies holds its lanes for a few seconds
+at most: then another one has them, and works on each alone, with its first message marked, so that a message that kills
+its process is found out and its neighbours do not pay for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from secrets import token_hex
+from time import monotonic
+from typing import Any
+
+import msgspec
+
+from onceward import events
+from onceward.errors import CommitUnknown, OncewardError, StoreUnavailable, TryLater, UsageError
+from onceward.handlers import BulkHandler
+from onceward.lease import run_leased
+from onceward.outcome import Kind, Outcome
+from onceward.queue import LaneClaim, QueueUnit, Share
+from onceward.settle import CONFLICTS, Settler
+from onceward.shield import finish
+from onceward.store import Conflict, InFlight
+from onceward.turn import Again, Care, Limits, Settings, Slot, Turn
+from onceward.wake import Bell
+
+_log = logging.getLogger("onceward")
+
+CLAIM_LEASE = 3.0
+"""Seconds between the claim of a lane and the moment when others may have it, unless its turn has begun."""
+OVERDUE_EVERY = 1.0
+"""Seconds between two looks for dependencies that did not come in time."""
+LONG = 0.5
+"""Seconds. After a turn that took longer, the next one is smaller; after a quick one that was full it is larger."""
+
+
+class Pace:
+    """How much a worker takes at once: little when it is quiet, more under backlog, less where handlers are slow."""
+
+    SMALL = 4
+
+    def __init__(self, largest: int) -> None:
+        self._largest = max(1, largest)
+        self.size = min(self.SMALL, self._largest)
+
+    def after(self, seconds: float, *, full: bool) -> None:
+        if seconds > LONG:
+            self.size = max(1, self.size // 2)
+        elif full and seconds < LONG / 4:
+            self.size = min(self._largest, self.size * 2)
+
+    def idle(self) -> None:
+        self.size = min(self.SMALL, self._largest)
+
+
+class Step(msgspec.Struct):
+    """What one claim came to."""
+
+    slots: list[Slot]
+    claimed: int = 0
+    full: bool = False
+    due: float | None = None
+    """Seconds until a lane is due, when none was claimed."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    given: Callable[..., Any] | None = None
+    bulk: BulkHandler | None = None
+    share: Share | None = None
+    concurrency: int = 1
+    poll_interval: float = 1.0
+    batch: int = 100
+    grace: float = 25.0
+
+
+def check_share(share: Any) -> Share | None:
+    if share is None:
+        return None
+    try:
+        number, shares = share
+        if 0 <= number < shares:
+            return int(number), int(shares)
+    except (TypeError, ValueError):
+        pass
+    raise UsageError(f"share={share!r}: (0, 3) is the first third of all lanes, (2, 3) the last")
+
+
+class Crew:
+    """The workers of one inbox in this process."""
+
+    def __init__(self, settler: Settler[Any], settings: Settings, bus: events.Bus, bell: Bell) -> None:
+        self._settler = settler
+        self._settings = settings
+        self._bus = bus
+        self.bell = bell
+        self.limits = Limits()
+        self._left: list[tuple[str, list[bytes]]] = []
+        """Lanes that could not be given back when that was tried."""
+        self._looked = 0.0
+        self.running = 0
+        """Workers."""
+        self.last_step = monotonic()
+
+    def unit(self) -> AbstractAsyncContextManager[Any]:
+        return self._settler.plain_unit()
+
+    # --- one step -------------------------------------------------------------------------------------------
+
+    async def dispatch(self, options: Options) -> Slot | None:
+        """One message, or None when nothing is ready."""
+        while True:
+            step = await self.step(options, lanes=1, most=1)
+            if step.slots:
+                return step.slots[0]
+            if not step.claimed:
+                return None
+
+    async def step(self, options: Options, *, lanes: int, most: int) -> Step:
+        """Claim, and take turns with what was claimed."""
+        self.last_step = monotonic()
+        intake = self._settings.intake
+        owner = f"{intake.host}#{token_hex(6)}"
+        leased: Slot | None = None
+        async with self._settler.plain_unit() as unit:
+            await self._give_back_left(unit)
+            await self._wake_overdue(unit)
+            claims = await unit.claim_lanes(intake.consumer, owner, most=lanes, lease=CLAIM_LEASE, share=options.share)
+            if not claims:
+                return Step([], due=await unit.due_in(intake.consumer, options.share))
+            mine = [claim.lane for claim in claims]
+            try:
+                step, leased = await self._turns(unit, owner, claims, options, most)
+            except BaseException:
+                await finish(self._give_back(unit, owner, mine))
+                raise
+        if leased is not None:
+            step.slots.append(await run_leased(self._settler, self._settings, owner, leased))
+        self._tell(step.slots)
+        return step
+
+    async def _turns(
+        self, unit: QueueUnit[Any], owner: str, claims: Sequence[LaneClaim], options: Options, most: int
+    ) -> tuple[Step, Slot | None]:
+        sound = [claim.lane for claim in claims if claim.claims == 1]
+        suspect = [claim.lane for claim in claims if claim.claims > 1]
+        step, leased = Step([], claimed=len(claims)), None
+        for lanes, number in self._groups(sound, most):
+            for turn, slots in await self._together(unit, owner, lanes, options, number):
+                step.slots += slots
+                step.full = step.full or turn.full
+                leased = leased or turn.leased
+        for lane in suspect:
+            if leased is not None:
+                await unit.release(owner, [lane])
+                continue
+            alone, slots = await self._alone(unit, owner, lane, options)
+            step.slots += slots
+            leased = None if alone is None else alone.leased
+        return step, leased
+
+    def _groups(self, lanes: list[bytes], most: int) -> list[tuple[list[bytes], int]]:
+        """What shares a transaction, and how many messages of each lane."""
+        if not lanes:
+            return []
+        if self._settings.on_begin is not None:  # it says whose transaction this is
+            return [([lane], 1) for lane in lanes]
+        return [(lanes, max(1, most // len(lanes)))]
+
+    async def _together(
+        self, unit: QueueUnit[Any], owner: str, lanes: list[bytes], options: Options, most: int
+    ) -> list[tuple[Turn, list[Slot]]]:
+        """In one turn; where that cannot be, each lane has its own, with one message."""
+        try:
+            return [await self._patiently(lambda care: self._turn(unit, owner, lanes, options, most=most, care=care))]
+        except Again:
+            return [
+                await self._patiently(
+                    lambda _, lane=lane: self._turn(unit, owner, [lane], options, most=1, care=Care.ALONE)
+                )  # type: ignore[misc]
+                for lane in lanes
+            ]
+
+    def _turn(
+        self,
+        unit: QueueUnit[Any],
+        owner: str,
+        lanes: Sequence[bytes],
+        options: Options,
+        *,
+        most: int,
+        care: Care,
+        marked: bytes | None = None,
+    ) -> Turn:
+        return Turn(
+            unit, owner, lanes, self._settings,
+            most=most, given=options.given, bulk=options.bulk, limits=self.limits, care=care, marked=marked,
+        )  # fmt: skip
+
+    async def _patiently(self, turn_of: Callable[[Care], Turn]) -> tuple[Turn, list[Slot]]:
+        """Again with more care where it failed, and again as it was where the database asks for that."""
+        care, conflicts = Care.OPTIMISTIC, 0
+        while True:
+            turn = turn_of(care)
+            try:
+                return turn, await turn.work()
+            except Again:
+                await turn.unit.rollback()
+                if care is not Care.OPTIMISTIC:
+                    raise
+                care = Care.CAREFUL
+            except Conflict as conflict:
+                await turn.unit.rollback()
+                conflicts += 1
+                if conflicts >= CONFLICTS:
+                    text = f"the database asked {conflicts} times to run the transaction again"
+                    raise TryLater(reason="store_busy", text=text) from conflict.__cause__
+                await asyncio.sleep(0.005 * random.random() * conflicts)  # noqa: S311 - jitter
+
+    async def _alone(
+        self, unit: QueueUnit[Any], owner: str, lane: bytes, options: Options
+    ) -> tuple[Turn | None, list[Slot]]:
+        """Its last worker died, or froze. If the first message was the reason, that is known the next time."""
+        taken = await unit.take_lanes(owner, [lane], most=1)
+        await unit.rollback()
+        if lane not in taken.lanes:
+            return None, []
+        marked: bytes | None = None
+        head = taken.messages[0].record.identity if taken.messages else None
+        if head is not None:
+            if await unit.mark_start(owner, lane, head) is None:
+                return None, []
+            marked = head.digest
+        settled = False
+        try:
+            turn, slots = await self._patiently(
+                lambda care: self._turn(unit, owner, [lane], options, most=1, care=care, marked=marked)
+            )
+            settled = any(slot.queued.record.identity == head for slot in slots) or turn.leased is not None
+            return turn, slots
+        finally:
+            if head is not None and not settled:
+                await finish(self._unmark(unit, head))
+
+    async def _unmark(self, unit: QueueUnit[Any], head: Any) -> None:
+        with suppress(OncewardError):
+            await unit.rollback()
+            await unit.unmark_start(head)
+
+    # --- giving back ----------------------------------------------------------------------------------------
+
+    async def _give_back(self, unit: QueueUnit[Any], owner: str, lanes: list[bytes]) -> None:
+        """Nobody crashed: others may have them at once. What was worked on is not ours any more, and left alone."""
+        try:
+            await unit.rollback()
+            await unit.release(owner, lanes)
+        except Exception:  # noqa: BLE001 - the database is away: when it is back, or when the claim is over
+            self._left.append((owner, lanes))
+
+    async def _give_back_left(self, unit: QueueUnit[Any]) -> None:
+        while self._left:
+            owner, lanes = self._left[-1]
+            await unit.release(owner, lanes)
+            self._left.remove((owner, lanes))
+
+    async def _wake_overdue(self, unit: QueueUnit[Any]) -> None:
+        if monotonic() - self._looked >= OVERDUE_EVERY:
+            self._looked = monotonic()
+            await unit.wake_overdue(self._settings.intake.consumer)
+
+    def _tell(self, slots: Sequence[Slot]) -> None:
+        bus, consumer, quiet = self._bus, self._settings.intake.consumer, self._bus.is_quiet
+        for slot in slots:
+            outcome = slot.outcome
+            if outcome is None or (quiet and outcome.error is None):
+                continue
+            message, identity = slot.message, slot.queued.record.identity
+            if outcome.kind is Kind.IGNORED:
+                bus.emit(events.Ignored(consumer=consumer, type=message.type, message_id=message.id))
+            elif outcome.kind is Kind.BUSY and isinstance(outcome.error, UsageError):
+                bus.emit(events.Unsettled(
+                    consumer=consumer, type=message.type, message_id=message.id, error=outcome.error
+                ))  # fmt: skip
+            else:
+                bus.emit(events.of_outcome(consumer, message, identity, outcome))
+
+    # --- working until told to stop -------------------------------------------------------------------------
+
+    async def run(self, options: Options, stop: asyncio.Event) -> None:
+        """Until `stop` is set; then finish what was begun, within the grace."""
+        tasks = [asyncio.ensure_future(self._work(options, stop)) for _ in range(options.concurrency)]
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            failed = any(task.done() and task.exception() is not None for task in tasks)
+            stop_now = stopping.done() or failed
+            if stop_now:
+                self._halt(stop)
+                await asyncio.wait(tasks, timeout=0.0 if failed else options.grace)
+        finally:
+            stopping.cancel()
+            for task in tasks:
+                task.cancel()
+            # Each gives its lanes back before it ends.
+            await finish(_gathered(tasks))
+        for task in tasks:
+            if not task.cancelled() and task.exception() is not None:
+                task.result()
+
+    def _halt(self, stop: asyncio.Event) -> None:
+        stop.set()
+        self.bell.ring()
+
+    async def _work(self, options: Options, stop: asyncio.Event) -> None:
+        ear, pace, trouble = self.bell.ear(), Pace(options.batch), 0
+        self.running += 1
+        try:
+            while not stop.is_set():
+                ear.clear()
+                began = monotonic()
+                try:
+                    step = await self.step(options, lanes=pace.size, most=pace.size)
+                except (StoreUnavailable, CommitUnknown, TryLater, InFlight, Again) as error:
+                    trouble += 1
+                    _log.warning("a worker of %s pauses: %s", self._settings.intake.consumer, error)
+                    await self._rest(ear, min(5.0, 0.05 * 2**trouble) * (0.5 + random.random()))  # noqa: S311
+                    continue
+                trouble = 0
+                if step.claimed:
+                    full = step.full or step.claimed >= pace.size
+                    pace.after(monotonic() - began, full=full)
+                    continue
+                pace.idle()
+                patience = options.poll_interval if step.due is None else min(options.poll_interval, step.due)
+                if patience > 0:
+                    await self._rest(ear, patience)
+        finally:
+            self.running -= 1
+            self.bell.forget(ear)
+
+    @staticmethod
+    async def _rest(ear: asyncio.Event, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await ear.wait()
+
+
+async def _gathered(tasks: Sequence[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RunningWorker:
+    """What `inbox.worker()` gives: workers in the background."""
+
+    def __init__(self, stop: asyncio.Event, task: asyncio.Task[None], bell: Bell) -> None:
+        self._stop = stop
+        self._task = task
+        self._bell = bell
+
+    def stop(self) -> None:
+        """Take no more; what was begun is finished. Leaving the block waits for that."""
+        self._stop.set()
+        self._bell.ring()
+
+    @property
+    def running(self) -> bool:
+        return not self._task.done()
+
+
+@asynccontextmanager
+async def in_background(crew: Crew, options: Options) -> AsyncIterator[RunningWorker]:
+    stop = asyncio.Event()
+    task = asyncio.ensure_future(crew.run(options, stop))
+    worker = RunningWorker(stop, task, crew.bell)
+    try:
+        yield worker
+    finally:
+        worker.stop()
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.cancel()
+            await finish(_gathered([task]))
+            raise
+
+
+def outcome_of_slot(slot: Slot | None) -> Outcome[Any] | None:
+    """For those who dispatch: an unhandled type is raised, everything else is an outcome."""
+    if slot is None:
+        return None
+    outcome = slot.outcome
+    if outcome is not None and outcome.kind is Kind.BUSY and isinstance(outcome.error, UsageError):
+        raise outcome.error
+    return outcome
