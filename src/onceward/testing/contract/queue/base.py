@@ -24,7 +24,7 @@ TAKEOVER = 5.0
 async def drain(inbox: Inbox[Any], handler: Any = None, **options: Any) -> list[Outcome[Any]]:
     """Dispatch until nothing is ready."""
     outcomes: list[Outcome[Any]] = []
-    while (outcome := await inbox.dispatch(handler, **options)) is not None:
+    while (outcome := await asyncio.wait_for(inbox.dispatch(handler, **options), 15)) is not None:
         outcomes.append(outcome)
         assert len(outcomes) < 1000, "it never ends"
     return outcomes
