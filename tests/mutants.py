@@ -69,7 +69,7 @@ def claim_after_the_effect(patch: pytest.MonkeyPatch) -> None:
         return None
 
     async def insert(self: SqlUnit[Any], record: Record) -> None:
-        await self._say(verbs.claim(self._dialect, record))
+        await self._session.execute(verbs.claim(self._dialect, record))
 
     claim_late(patch, claim, insert)
 

@@ -13,6 +13,8 @@ import sqlalchemy as sa
 
 from onceward import Inbox, Message
 from onceward.cli import main
+from onceward.testing import PostgresLab, SqliteLab
+from onceward.testing.labs import SqlLab
 
 pytestmark = pytest.mark.slow
 
@@ -99,6 +101,45 @@ def _works(url: str) -> None:
     assert outcome.result == "done"
 
 
+def _lab(url: str) -> SqlLab:
+    return PostgresLab(url) if url.startswith("postgresql") else SqliteLab(Path(url.removeprefix("sqlite:///")))
+
+
+ALL = {
+    "sqlite": """
+        SELECT type, name, tbl_name FROM sqlite_master WHERE tbl_name LIKE 'onceward%' AND sql IS NOT NULL ORDER BY 2;
+        SELECT sql FROM sqlite_master WHERE type = 'trigger' ORDER BY 1;
+        SELECT version, name, since FROM onceward_schema ORDER BY 1
+    """,
+    "postgresql": """
+        SELECT table_name, column_name, data_type, is_nullable, column_default FROM information_schema.columns
+        WHERE table_name LIKE 'onceward%' ORDER BY 1, 2;
+        SELECT indexdef FROM pg_indexes WHERE tablename LIKE 'onceward%' ORDER BY 1;
+        SELECT pg_get_constraintdef(oid) FROM pg_constraint
+        WHERE conrelid::regclass::text LIKE 'onceward%' ORDER BY 1;
+        SELECT pg_get_functiondef(oid) FROM pg_proc WHERE proname LIKE 'onceward%' ORDER BY 1;
+        SELECT pg_get_triggerdef(oid) FROM pg_trigger WHERE tgname LIKE 'onceward%' ORDER BY 1;
+        SELECT relname, relkind FROM pg_class WHERE relname LIKE 'onceward%' AND relkind = 'S' ORDER BY 1;
+        SELECT version, name, since FROM onceward_schema ORDER BY 1
+    """,
+}
+
+
+def _all_of(lab: SqlLab) -> list[Any]:
+    """All that there is of ours in a database."""
+    return [asyncio.run(lab.query(look)) for look in ALL[lab.dialect].split(";")]
+
+
+@pytest.fixture
+def set_up(urls: tuple[str, str]) -> list[Any]:
+    """What `onceward setup` makes; the database is empty again."""
+    _, url = urls
+    assert main(["setup", url]) == 0
+    made = _all_of(_lab(url))
+    asyncio.run(_lab(url).back_to(0))
+    return made
+
+
 @pytest.mark.parametrize(
     ("prepare", "options"), [(ADDED, STRICT), ("", f"{STRICT}, {NOT_LOOKED_AT}")], ids=["added", "not looked at"]
 )
@@ -123,14 +164,29 @@ def test_without_either_autogenerate_would_drop_them(urls: tuple[str, str], fold
     assert "drop_table('onceward_records')" in next((folder / "versions").glob("*.py")).read_text()
 
 
-def test_tables_made_by_alembic_work_after_a_stamp(urls: tuple[str, str], folder: Path) -> None:
+@pytest.mark.parametrize("before", [0, 3], ids=["new", "upgrade"])
+def test_tables_made_by_alembic_are_those_of_setup_after_a_stamp(
+    urls: tuple[str, str], folder: Path, set_up: list[Any], before: int
+) -> None:
     alembic_url, url = urls
+    if before:
+        assert main(["setup", url]) == 0
+        asyncio.run(_lab(url).back_to(before))
     project = Project(folder, alembic_url, prepare=ADDED)
     project.ok("revision", "--autogenerate", "-m", "first")
     project.ok("upgrade", "head")
     assert main(["stamp", url]) == 0
+    assert _all_of(_lab(url)) == set_up
     project.ok("check")
     _works(url)
+
+
+def test_a_stamp_is_refused_while_a_table_is_missing(urls: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    _, url = urls
+    assert main(["setup", url]) == 0
+    asyncio.run(_lab(url).query("DROP TABLE onceward_waits"))
+    assert main(["stamp", url]) == 1
+    assert "there is no table onceward_waits" in capsys.readouterr().err
 
 
 def test_a_difference_is_found(urls: tuple[str, str], folder: Path) -> None:

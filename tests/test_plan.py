@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import onceward
 from onceward.identity import digest
-from onceward.sql.dialect import DIALECTS, migrations, postgresql, quoted
+from onceward.sql.catalog import migrations
+from onceward.sql.dialect import DIALECTS, postgresql, quoted
 from onceward.sql.plan import Result, Statement, gives_rows, inlined, literal, numbered, run
 from onceward.sql.store import schema
 from onceward.testing import PostgresLab, SqliteLab
@@ -116,9 +117,9 @@ async def test_the_printed_schema_is_the_sum_of_the_migrations_on_postgresql(
     indexes = "SELECT indexdef FROM pg_indexes WHERE tablename LIKE 'onceward%' ORDER BY 1"
     look = f"{columns} WHERE table_name LIKE 'onceward%' ORDER BY 1, 2"
     set_up = [await postgres_lab.query(look), await postgres_lab.query(indexes)]
+    await postgres_lab.back_to(0)
     connection = await asyncpg.connect(postgres_lab.url)
     try:
-        await connection.execute("DROP TABLE onceward_records, onceward_schema; DROP FUNCTION onceward_id")
         await connection.execute(schema("postgresql"))
     finally:
         await connection.close()

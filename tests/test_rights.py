@@ -15,6 +15,7 @@ from onceward import Inbox
 from onceward.asyncpg import AsyncpgStore
 from onceward.testing import PostgresLab
 from onceward.testing.lab import Recorder
+from tests.queue_work import work_the_queue
 
 PAGE = Path(__file__).parents[1] / "docs" / "postgresql.md"
 RIGHTS = [
@@ -23,6 +24,14 @@ RIGHTS = [
     "INSERT ON onceward_records",
     "UPDATE ON onceward_records",
     "DELETE ON onceward_records",
+    *(
+        f"{right} ON onceward_{table}"
+        for table in ("lanes", "pending", "waits", "arrivals")
+        for right in ("SELECT", "INSERT", "UPDATE", "DELETE")
+    ),
+    "SELECT ON onceward_floors",
+    "USAGE ON SEQUENCE onceward_received",
+    "USAGE ON SEQUENCE onceward_processed",
 ]
 
 
@@ -39,20 +48,26 @@ async def role(postgres_lab: PostgresLab) -> AsyncIterator[str]:
     await postgres_lab.query(f"DROP ROLE {name}")
 
 
-async def work(lab: PostgresLab, role: str) -> None:
-    """What a service does in its life."""
-
+def as_role(lab: PostgresLab, role: str) -> AsyncpgStore:
     async def become(connection: asyncpg.Connection) -> None:
         await connection.execute(f"SET ROLE {role}")
 
-    store, message = AsyncpgStore(lab.url, init=become), lab.message("m")
+    return AsyncpgStore(lab.url, init=become)
+
+
+async def work(lab: PostgresLab, role: str) -> None:
+    """What a service does in its life."""
+    store, message = as_role(lab, role), lab.message("m")
     async with Inbox(store, consumer="billing", cache=0) as inbox:
         with pytest.raises(ValueError, match="no"):
             await inbox.process(message, Recorder(lab, error=ValueError("no")))
         assert (await inbox.process(message, Recorder(lab), redelivered=True)).processed
         assert (await inbox.process(message, Recorder(lab))).duplicate
         assert await inbox.get_record(message) is not None
-        assert await inbox.cleanup(timedelta(0)) == 1
+        await work_the_queue(store, inbox)
+        assert await inbox.cleanup(timedelta(0)) >= 1
+    for table in ("lanes", "pending", "waits", "arrivals"):
+        assert await lab.query(f"SELECT * FROM onceward_{table}") == []
 
 
 async def test_the_rights_on_the_page_are_enough(postgres_lab: PostgresLab, role: str) -> None:
@@ -64,3 +79,39 @@ async def test_none_of_them_can_be_left_out(postgres_lab: PostgresLab, role: str
     await postgres_lab.query(f"REVOKE {right} FROM {role}")
     with pytest.raises(asyncpg.InsufficientPrivilegeError):
         await work(postgres_lab, role)
+
+
+async def test_an_upgrade_gives_the_rights_of_records_to_the_queue(postgres_lab: PostgresLab, role: str) -> None:
+    """Else the trigger of version 4 would stop a service at its next COMMIT, although it knows nothing of a queue."""
+    lab, reader = postgres_lab, f"reader_{uuid4().hex}"
+    await lab.back_to(3)
+    await lab.query(f"CREATE ROLE {reader}")
+    await lab.query(f"GRANT SELECT ON onceward_records TO {reader}")
+    await lab.query(f"GRANT SELECT ON onceward_schema TO {role}")
+    await lab.query(f"GRANT SELECT, INSERT, UPDATE, DELETE ON onceward_records TO {role}")
+    await lab.query("ALTER DEFAULT PRIVILEGES REVOKE EXECUTE ON FUNCTIONS FROM PUBLIC")
+    try:
+        await lab.store().setup()
+        await work(lab, role)
+        may = f"SELECT has_table_privilege('{reader}', 'onceward_lanes', '%s')"
+        assert [await lab.query(may % right) for right in ("SELECT", "UPDATE")] == [[(True,)], [(False,)]]
+    finally:
+        await lab.query(f"DROP OWNED BY {reader}")
+        await lab.query(f"DROP ROLE {reader}")
+
+
+async def test_whoever_upgrades_the_owner_of_the_records_may_use_the_queue(postgres_lab: PostgresLab) -> None:
+    lab, owner = postgres_lab, f"owner_{uuid4().hex}"
+    await lab.back_to(3)
+    await lab.query(f"CREATE ROLE {owner}")
+    try:
+        for table in ("onceward_records", "onceward_schema"):
+            await lab.query(f"ALTER TABLE {table} OWNER TO {owner}")
+        await lab.query(f"GRANT INSERT ON effects TO {owner}")
+        await lab.store().setup()
+        await work(lab, owner)
+    finally:
+        for table in ("onceward_records", "onceward_schema"):
+            await lab.query(f"ALTER TABLE {table} OWNER TO CURRENT_USER")
+        await lab.query(f"DROP OWNED BY {owner}")
+        await lab.query(f"DROP ROLE {owner}")

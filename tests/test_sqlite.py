@@ -56,6 +56,47 @@ async def test_many_units_share_one_commit(sqlite_lab: SqliteLab, monkeypatch: p
     assert await sqlite_lab.effects() == [f"{n:03}" for n in range(250)]
 
 
+async def test_who_is_acknowledged_together_comes_again_together(
+    sqlite_lab: SqliteLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_writer, "AGE", 60.0)  # whatever the machine is doing
+    inbox, commits = await sqlite_lab.inbox(), []
+    original = sqlite_writer.Writer._execute
+    monkeypatch.setattr(
+        sqlite_writer.Writer, "_execute", lambda self, sql: (commits.append(sql), original(self, sql))[1]
+    )
+
+    async def worker(name: str) -> None:
+        for n in range(5):
+            await inbox.process(sqlite_lab.message(f"{name}-{n}"), Recorder(sqlite_lab))
+
+    await asyncio.gather(*(worker(f"w{n:02}") for n in range(20)))
+    assert len(commits) == 5, "nobody is committed alone because it was the first to come back"
+    assert len(await sqlite_lab.effects()) == 100
+
+
+async def test_handlers_that_wait_run_one_at_a_time_in_the_order_they_came(sqlite_lab: SqliteLab) -> None:
+    inbox, ran, running = await sqlite_lab.inbox(), [], 0
+
+    async def handler(message: Message[Any], tx: Any) -> None:
+        nonlocal running
+        running += 1
+        assert running == 1
+        ran.append(message.id)
+        if int(message.id) % 7 == 3:  # most end before the next one is resumed, and some do not
+            await asyncio.sleep(0.002)
+        elif int(message.id) % 7 == 5:
+            await asyncio.sleep(0)
+        await sqlite_lab.write(tx, message.id)
+        running -= 1
+
+    ids = [f"{n:03}" for n in range(150)]
+    jobs = [asyncio.ensure_future(inbox.process(sqlite_lab.message(id_), handler)) for id_ in ids]
+    assert all(outcome.processed for outcome in await asyncio.gather(*jobs))
+    assert ran == ids
+    assert await sqlite_lab.effects() == ids
+
+
 async def test_nobody_is_acknowledged_before_the_group_is_committed(
     sqlite_lab: SqliteLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from onceward.attempt import compare, dead_outcome
 from onceward.errors import InvalidMessage, OncewardError, PayloadMismatch, TryLater, UsageError
 from onceward.flights import in_flight
 from onceward.identity import digest
-from onceward.intake import Intake
+from onceward.intake import Intake, Maker
 from onceward.keys import KeyLike
 from onceward.message import Message, Position, check_text
 from onceward.outcome import Kind, Outcome
@@ -76,7 +76,8 @@ class Acceptor:
 
     async def accept(self, messages: Iterable[Message[Any]], about: Asked) -> list[Outcome[Any]]:
         """An outcome for each. Nothing is raised for one message; what concerns all is."""
-        places = [self._place(message, about) for message in messages]
+        makers: dict[str, Maker] = {}
+        places = [self._place(message, about, makers) for message in messages]
         self._pair(places)
         todo = [place for place in places if place.outcome is None and place.first is None]
         deadline, pause = asyncio.get_running_loop().time() + self._settler.wait, 0.005
@@ -97,13 +98,17 @@ class Acceptor:
 
     # --- what is asked for ----------------------------------------------------------------------------------
 
-    def _place(self, message: Message[Any], about: Asked) -> _Place:
+    def _place(self, message: Message[Any], about: Asked, makers: dict[str, Maker]) -> _Place:
         if not isinstance(message, Message):
             raise UsageError(f"accept takes a Message or several, not {type(message).__name__}")
         place = _Place(message)
         try:
-            work = self._intake.work(message, self._intake.claimant(message), key=about.key, origin=about.origin)
-            place.work, place.line = work, self.line(work, about)
+            make = makers.get(message.type)
+            if make is None:
+                claimant = self._intake.claimant(message)
+                make = makers[message.type] = self._intake.maker(message.type, claimant, key=about.key)
+            place.work = make(message, about.origin)
+            place.line = self.line(place.work, about)
         except InvalidMessage as error:
             place.outcome = _failed(error)
         return place

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from collections.abc import Coroutine
 from contextlib import suppress
 from datetime import datetime
+from inspect import isawaitable
 from time import perf_counter
+from types import CoroutineType
 from typing import Any
 
 import msgspec
@@ -45,10 +48,14 @@ LONGEST_DELAY = 10 * 365 * 86400.0
 """Seconds. A handler may ask for longer, and no database could write the date."""
 
 
-async def attempt(unit: Unit[Any], work: Work) -> Outcome[Any]:
+def attempt(unit: Unit[Any], work: Work) -> Coroutine[Any, Any, Outcome[Any]]:
     """Take one delivery through one unit of work."""
     if not work.redelivered or work.retry is None or work.replayed or unit.joined:
-        return await _claim_and_run(unit, work)
+        return _claim_and_run(unit, work)
+    return _mark_and_run(unit, work)
+
+
+async def _mark_and_run(unit: Unit[Any], work: Work) -> Outcome[Any]:
     settled = await _mark_start(unit, work)
     if settled is not None:
         return settled
@@ -79,7 +86,8 @@ async def claim(unit: Unit[Any], work: Work) -> tuple[Outcome[Any] | None, Recor
     if found is None:
         if work.replayed:
             raise RecordNotFound
-        await _check_dependencies(unit, work)
+        if work.message.depends_on:
+            await _check_dependencies(unit, work)
         return None, None
     settled = await _judge(unit, work, found)
     if settled is not None:
@@ -233,15 +241,16 @@ async def _exhausted(unit: Unit[Any], work: Work, record: Record) -> Outcome[Any
 
 async def _run(unit: Unit[Any], work: Work, before: Record | None) -> Outcome[Any]:
     """The claim is ours: run the handler in its transaction, and commit."""
-    began = perf_counter()
-    number = (before.attempts if before else 0) + 1
-    token = enter(Current(work.identity, work.handler.name, number, work.redelivered, work.origin))
+    began, handler = perf_counter(), work.handler
+    number = 1 if before is None else before.attempts + 1
+    token = enter(Current(work.identity, handler.shape.name, number, work.redelivered, work.origin))
     try:
         if work.seen_before is not None and not work.replayed and await work.seen_before(unit.tx, work.message):
             kind, result = Kind.DUPLICATE, None
         else:
-            tx = unit.tx if work.handler.wants_tx else None
-            result = await work.handler.run(work.handler.decoded(work.message), tx)
+            result = handler.call(work.message, unit.tx if handler.shape.wants_tx else None)
+            if type(result) is CoroutineType or isawaitable(result):
+                result = await result
             kind = Kind.PROCESSED
         closing = closing_of(work, before, result, (perf_counter() - began) * 1000)
     except BaseException as error:  # noqa: BLE001 - also cancellation: everything must be undone

@@ -31,7 +31,7 @@ from onceward.errors import (
 )
 from onceward.flights import in_flight
 from onceward.handlers import BulkHandler, Handler, bulk_handler_of
-from onceward.intake import Intake
+from onceward.intake import Intake, Maker
 from onceward.keys import KeyLike
 from onceward.message import Message
 from onceward.outcome import Kind, Outcome
@@ -39,7 +39,6 @@ from onceward.retry import RetryPolicy
 from onceward.settle import CONFLICTS, Settler
 from onceward.store import Conflict, Done, Unit
 from onceward.together import HookFailed, Lanes, Segment, Slot, busy, comes_again, settle_done
-from onceward.work import Work
 
 Tx = TypeVar("Tx")
 
@@ -48,8 +47,6 @@ LARGEST = 5_000
 
 MOSTLY = 0.5
 """Share of duplicates in recent batches from which on it pays to look before claiming."""
-
-Maker = Callable[[Message[Any], "str | None"], Work]
 
 _IGNORED: Outcome[Any] = Outcome(Kind.IGNORED)
 

@@ -201,6 +201,7 @@ class Bus:
         self.listeners = listeners
         self.watchers = tuple(one for one in listeners if getattr(one, "hears_starts", False))
         """Those who hear Started and Finished too."""
+        self._only_log = all(one is log for one in listeners)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Add a listener; call what this returns to remove it."""
@@ -219,9 +220,7 @@ class Bus:
     @property
     def is_quiet(self) -> bool:
         """Nobody would do anything with an event that says that all went well."""
-        return not any(one is not log for one in self.listeners) and not (
-            self.listeners and _log.isEnabledFor(logging.DEBUG)
-        )
+        return self._only_log and not (self.listeners and _log.isEnabledFor(logging.DEBUG))
 
     def emit(self, event: Event) -> None:
         tell(self.listeners, event)

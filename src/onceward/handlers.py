@@ -59,23 +59,21 @@ class Handler(msgspec.Struct, frozen=True):
     def name(self) -> str:
         return self.shape.name
 
-    @property
-    def wants_tx(self) -> bool:
-        return self.shape.wants_tx
+    def call(self, message: Message[Any], tx: Any) -> Any:
+        """What the function gives: an awaitable, or a result. PayloadUndecodable: the payload does not fit its model.
 
-    @property
-    def wants_lease(self) -> bool:
-        """The second parameter is the lease."""
-        return self.shape.wants_tx or self.shape.wants_lease
+        Not a coroutine: it would be one more for each message, around the handler's own.
+        """
+        if self.payload is not None:
+            message = self.decoded(message)
+        return self.function(message, tx) if self.shape.wants_tx else self.function(message)
 
-    async def run(self, message: Message[Any], tx: Any) -> Any:
-        given = self.function(message, tx) if self.wants_tx else self.function(message)
-        return await given if inspect.isawaitable(given) else given
-
-    async def run_with(self, message: Message[Any], lease: Any) -> Any:
-        """A leased run: without a transaction."""
-        given = self.function(message, lease) if self.wants_lease else self.function(message)
-        return await given if inspect.isawaitable(given) else given
+    def call_with(self, message: Message[Any], lease: Any) -> Any:
+        """As `call`, without a transaction."""
+        if self.payload is not None:
+            message = self.decoded(message)
+        wants_two = self.shape.wants_tx or self.shape.wants_lease
+        return self.function(message, lease) if wants_two else self.function(message)
 
     def decoded(self, message: Message[Any]) -> Message[Any]:
         """The message with its payload as the handler's model; PayloadUndecodable when it does not fit."""

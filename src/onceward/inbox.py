@@ -6,7 +6,7 @@ it, and settles it by the decision table of docs/guarantees.md. If it returns, a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, overload
@@ -90,6 +90,7 @@ class Inbox(StoredInbox[Tx]):
         first_position: int = 1,
         on_dead_dependency: OnDeadDependency = "wait",
         dependency_timeout: timedelta | None = timedelta(days=1),
+        freeze_after: float | None = 300.0,
     ) -> None:
         _check_options(consumer, handlers)
         _one_of("on_mismatch", on_mismatch, ("report", "raise"))
@@ -126,6 +127,7 @@ class Inbox(StoredInbox[Tx]):
             first_position=first_position,
             on_dead_dependency=on_dead_dependency,
             dependency_timeout=dependency_timeout,
+            freeze_after=freeze_after,
         )
         self._init_stored(self._intake, self._settler, self._bus, stored, on_begin)
         self._open = False
@@ -202,7 +204,7 @@ class Inbox(StoredInbox[Tx]):
         """
         _one_of("on_mismatch", on_mismatch, ("report", "raise"))
         settings = Idempotent(key=key, name=name)
-        known = {"retry": retry, "retention": retention, "raise_on_mismatch": on_mismatch == "raise"}
+        known: dict[str, Any] = {"retry": retry, "retention": retention, "raise_on_mismatch": on_mismatch == "raise"}
 
         def decorate(function: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]]:
             async def run(message: Message[Any], handler: Handler) -> Any:
@@ -283,13 +285,16 @@ class Inbox(StoredInbox[Tx]):
         nothing is kept of a failure (see `record_failure`), and nothing has happened before you commit.
         """
         self._check_message(message)
-        known = self._intake.handler_for(message, handler)
-        if known is None:
+        try:
+            work = self._intake.take_in(
+                message, handler, key=key, retry=retry, retention=retention, redelivered=redelivered, origin=origin
+            )
+        except InvalidMessage as error:
+            self._refused(message, error)
+            raise
+        if work is None:
             self._bus.emit(events.Ignored(consumer=self.consumer, type=message.type, message_id=message.id))
             return Outcome(Kind.IGNORED)
-        work = self._work(
-            message, known, key=key, retry=retry, retention=retention, origin=origin, redelivered=redelivered
-        )
         if tx is not None:
             return await self._join(work, tx)
         return raised(await self._settle(work))
@@ -442,26 +447,35 @@ class Inbox(StoredInbox[Tx]):
         if outcome is not None:
             self._bus.emit(events.of_outcome(self.consumer, work.message, work.identity, outcome))
 
-    def _work(self, message: Message[Any], handler: Handler, **known: Any) -> Work:
+    def _work(
+        self,
+        message: Message[Any],
+        handler: Handler,
+        *,
+        origin: str | None = None,
+        identity: Identity | None = None,
+        **asked: Any,
+    ) -> Work:
         try:
-            return self._intake.work(message, handler, **known)
+            return self._intake.maker(message.type, handler, **asked)(message, origin, identity)
         except InvalidMessage as error:
-            self._bus.emit(
-                events.Refused(consumer=self.consumer, type=message.type, message_id=message.id, error=error)
-            )
+            self._refused(message, error)
             raise
+
+    def _refused(self, message: Message[Any], error: InvalidMessage) -> None:
+        self._bus.emit(events.Refused(consumer=self.consumer, type=message.type, message_id=message.id, error=error))
 
     def identity_of(self, message: Message[Any], *, key: KeyLike | None = None) -> Identity:
         """The identity of a message: by `key`, by its registered handler's key, or by the inbox's."""
         return self._intake.identity_of(message, key)
 
-    async def _settle(self, work: Work) -> Outcome[Any]:
+    def _settle(self, work: Work) -> Coroutine[Any, Any, Outcome[Any]]:
         """Settle it, and tell those who listen what happened."""
         if not self._open:
             raise InboxClosed
         if not self._bus.active:
-            return await self._settler.settle(work)
-        return await watched(self._bus, self.consumer, work, self._settler.settle)
+            return self._settler.settle(work)
+        return watched(self._bus, self.consumer, work, self._settler.settle)
 
     # --- records --------------------------------------------------------------------------------------------
 

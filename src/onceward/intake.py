@@ -8,7 +8,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Literal
+from types import MethodType
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -32,6 +33,20 @@ async def claim(_message: Message[Any]) -> None:
 
 _CLAIMANT = handler_of(claim)
 
+Maker = Callable[..., Work]
+"""(message, origin) or (message, origin, identity)."""
+
+TYPES = 1000
+"""Message types whose last maker is kept."""
+
+
+class _Last(NamedTuple):
+    """How the last message of a type became work."""
+
+    given: Callable[..., Any] | None
+    registered: Handler | None
+    make: Maker
+
 
 class Intake(msgspec.Struct, frozen=True, kw_only=True):
     """The options of an inbox that say how a message becomes work."""
@@ -50,6 +65,8 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
     seen_before: Callable[[Any, Message[Any]], Awaitable[bool]] | None
     fingerprint: Callable[[Message[Any]], Any] | None
     host: str = msgspec.field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
+    last: dict[str, _Last] = msgspec.field(default_factory=dict)
+    """By message type."""
 
     def handler_for(self, message: Message[Any], given: Callable[..., Any] | None) -> Handler | None:
         """The one given, with the key and retries that are registered for the type; else the registered one.
@@ -84,104 +101,94 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
 
         return handler_of(unhandled)
 
-    def work(
+    def take_in(
         self,
         message: Message[Any],
-        handler: Handler,
+        given: Callable[..., Any] | None,
         *,
-        key: KeyLike | None = None,
-        retry: RetryPolicy | None = None,
-        retention: timedelta | None = None,
-        origin: str | None = None,
-        redelivered: bool = False,
-        raise_on_mismatch: bool | None = None,
-        replayed: bool = False,
-        identity: Identity | None = None,
-    ) -> Work:
-        """InvalidMessage: it cannot be kept."""
-        return self._work(
-            message,
-            handler,
-            identity or self.identity_of(message, key or handler.key),
-            retry=retry or handler.retry or self.retry,
-            retention=handler.retention if retention is None else check_retention(retention),
-            origin=origin,
-            redelivered=redelivered,
-            raise_on_mismatch=self.raise_on_mismatch if raise_on_mismatch is None else raise_on_mismatch,
-            replayed=replayed,
-        )
+        key: KeyLike | None,
+        retry: RetryPolicy | None,
+        retention: timedelta | None,
+        redelivered: bool,
+        origin: str | None,
+    ) -> Work | None:
+        """The work of one delivery. None: it has no handler, and the inbox ignores such messages."""
+        if key is None and retry is None and retention is None and not redelivered:
+            make = self._maker_for(message, given)
+        else:
+            handler = self.handler_for(message, given)
+            asked: dict[str, Any] = {"key": key, "retry": retry, "retention": retention, "redelivered": redelivered}
+            make = None if handler is None else self.maker(message.type, handler, **asked)
+        return None if make is None else make(message, origin)
+
+    def _maker_for(self, message: Message[Any], given: Callable[..., Any] | None) -> Maker | None:
+        """With nothing special asked for. Most often it is the same as for the last message of the type."""
+        registered, last = self.router.find(message.type), self.last.get(message.type)
+        # A bound method is a new object at each access; two of them are equal only if their objects are the same one.
+        if last is not None and last.registered is registered and (
+            last.given is given or (type(given) is MethodType and last.given == given)
+        ):  # fmt: skip
+            return last.make
+        handler = self.handler_for(message, given)
+        if handler is None:
+            return None
+        if len(self.last) >= TYPES:
+            self.last.clear()
+        make = self.maker(message.type, handler)
+        self.last[message.type] = _Last(given, registered, make)
+        return make
 
     def maker(
         self,
         type_: str,
         handler: Handler,
         *,
-        key: KeyLike | None,
-        retry: RetryPolicy | None,
-        retention: timedelta | None,
-        redelivered: bool,
-    ) -> Callable[[Message[Any], str | None], Work]:
-        """Makes the work of many messages of one type; what is the same for all of them is found out once."""
+        key: KeyLike | None = None,
+        retry: RetryPolicy | None = None,
+        retention: timedelta | None = None,
+        redelivered: bool = False,
+        raise_on_mismatch: bool | None = None,
+        replayed: bool = False,
+    ) -> Maker:
+        """Makes the work of messages of one type; what is the same for all of them is found out once."""
         strategy = self._strategy(type_, key or handler.key)
         policy = retry or handler.retry or self.retry
         kept = handler.retention if retention is None else check_retention(retention)
-        by_id = strategy is keys.message_id
-        consumer, tenant, scope, raises = self.consumer, self.tenant, strategy.scope, self.raise_on_mismatch
+        by_id, by_stream = strategy is keys.message_id, self.lane is lanes.by_stream
+        consumer, tenant, scope, has_tenants = self.consumer, self.tenant, strategy.scope, self.has_tenants
+        raises = self.raise_on_mismatch if raise_on_mismatch is None else raise_on_mismatch
 
-        def make(message: Message[Any], origin: str | None) -> Work:
-            taken = message.id if by_id else keys.check(strategy(message))  # an id was checked with its message
-            identity = Identity(consumer, tenant(message), scope(message), taken)
-            return self._work(
-                message,
-                handler,
-                identity,
+        def make(message: Message[Any], origin: str | None, identity: Identity | None = None) -> Work:
+            """InvalidMessage: it cannot be kept."""
+            if identity is None:
+                taken = message.id if by_id else keys.check(strategy(message))  # an id was checked with its message
+                identity = Identity(consumer, tenant(message), scope(message), taken)
+            payload = None if message.payload is None else codec.encode(message.payload)
+            headers = codec.encode(dict(message.headers), "headers") if message.headers else None
+            payload_hash = self._payload_hash(message, payload)
+            if has_tenants and message.tenant != identity.tenant:
+                # What the strategy found is the message's tenant, for on_begin and for the handler too.
+                message = msgspec.structs.replace(message, tenant=identity.tenant)
+            return Work(
+                message=message,
+                identity=identity,
+                handler=handler,
+                lane=message.stream if by_stream else self.lane(message, identity.key),
+                payload_hash=payload_hash,
+                payload=payload,
+                headers=headers,
                 retry=policy,
                 retention=kept,
-                origin=origin,
+                origin=None if origin is None else codec.printable(str(origin)),
                 redelivered=redelivered,
+                host=self.host,
                 raise_on_mismatch=raises,
-                replayed=False,
+                record_duration=self.record_duration,
+                seen_before=self.seen_before,
+                replayed=replayed,
             )
 
         return make
-
-    def _work(
-        self,
-        message: Message[Any],
-        handler: Handler,
-        identity: Identity,
-        *,
-        retry: RetryPolicy | None,
-        retention: timedelta | None,
-        origin: str | None,
-        redelivered: bool,
-        raise_on_mismatch: bool,
-        replayed: bool,
-    ) -> Work:
-        payload = None if message.payload is None else codec.encode(message.payload)
-        headers = codec.encode(dict(message.headers), "headers") if message.headers else None
-        payload_hash = self._payload_hash(message, payload)
-        if self.has_tenants and message.tenant != identity.tenant:
-            # What the strategy found is the message's tenant, for on_begin and for the handler too.
-            message = msgspec.structs.replace(message, tenant=identity.tenant)
-        return Work(
-            message=message,
-            identity=identity,
-            handler=handler,
-            lane=message.stream if self.lane is lanes.by_stream else self.lane(message, identity.key),
-            payload_hash=payload_hash,
-            payload=payload,
-            headers=headers,
-            retry=retry,
-            retention=retention,
-            origin=None if origin is None else codec.printable(str(origin)),
-            redelivered=redelivered,
-            host=self.host,
-            raise_on_mismatch=raise_on_mismatch,
-            record_duration=self.record_duration,
-            seen_before=self.seen_before,
-            replayed=replayed,
-        )
 
     def identity_of(self, message: Message[Any], key: KeyLike | None = None) -> Identity:
         strategy = self._strategy(message.type, key)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from inspect import isawaitable
 from time import perf_counter
 from typing import Any
 
@@ -122,7 +123,9 @@ async def run_leased(settler: Settler[Any], settings: Settings, owner: str, slot
         await lease.extend()
         beat = asyncio.ensure_future(lease.heartbeat())
         async with asyncio.timeout(handler.timeout):
-            result = await handler.run_with(handler.decoded(slot.message), lease)
+            result = handler.call_with(slot.message, lease)
+            if isawaitable(result):
+                result = await result
         slot.duration_ms = (perf_counter() - began) * 1000
         if not lease.completed:
             lease.result = result

@@ -271,9 +271,14 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
     ) -> list[LaneClaim]:
         """Alone: own up to `most` lanes that are due, the longest due first, for `lease` seconds."""
 
-    async def take_lanes(self, owner: str, lanes: Sequence[bytes], *, most: int) -> Taken:
+    async def take_lanes(
+        self, owner: str, lanes: Sequence[bytes], *, most: int, idle_limit: float | None = None
+    ) -> Taken:
         """Begin the turn's transaction: lock those lanes that are still ours, then, in a second statement, read up to
-        `most` messages of each. Claim and read in one statement would read what the one before us has done."""
+        `most` messages of each. Claim and read in one statement would read what the one before us has done.
+
+        After `idle_limit` seconds of silence the database may end the transaction, where it can.
+        """
 
     async def hold_lanes(self, owner: str, lanes: Sequence[bytes]) -> frozenset[bytes]:
         """Begin a transaction that locks those lanes that are still ours."""
@@ -292,7 +297,8 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
         """In the turn's transaction: a place to go back to. One at a time; a new one replaces it. CommitNotApplied: a
         handler has swallowed an error of the database."""
 
-    async def back_to_savepoint(self) -> None: ...
+    async def back_to_savepoint(self) -> None:
+        """Undo what was written since. `tx` may be another one now. Ended: there is no transaction any more."""
 
     async def close_lanes(self, closing: Closing, *, consumer: str, host: str) -> None:
         """In the turn's transaction: write down what it came to. HandlerEndedTransaction: a message is gone."""
@@ -304,10 +310,13 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
         """Alone: own them for another while. Those that are still ours."""
 
     async def mark_start(self, owner: str, lane: bytes, identity: Identity) -> Record | None:
-        """Alone: commit a start mark of a message that may have killed a worker. None: the lane is not ours."""
+        """Alone: commit a start mark of a message that may have killed its worker. None: the lane is not ours."""
 
     async def unmark_start(self, identity: Identity) -> None:
         """Alone: take it back, the process did not die."""
+
+    async def call(self, consumer: str) -> None:
+        """Alone, or at the commit of a joined unit: tell workers in other processes that there is something to do."""
 
     async def due_in(self, consumer: str, share: Share | None = None) -> float | None:
         """Alone: seconds until the next lane is due, 0 when one is. None: nothing is scheduled."""

@@ -53,10 +53,13 @@ class Settler(Generic[Tx]):
         self, message: Message[Any], *, read_only: bool = False, around: Callable[[Any], Any] | None = None
     ) -> AbstractAsyncContextManager[Unit[Tx]]:
         """A unit of work for this message, with the user's `on_begin`, and `around` it, in each of its transactions."""
-        begin = self._begin(message)
+        begin = None if self._on_begin is None else self._begin(message)
         if begin is not None and around is not None:
             begin = around(begin)
         return self._store.unit(begin=begin, wait=self._wait, read_only=read_only)
+
+    def listening(self, consumer: str, ring: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        return self._store.listening(consumer, ring)
 
     def plain_unit(self) -> AbstractAsyncContextManager[Any]:
         """A unit for the queue, without the user's `on_begin`: it is not about one message."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import Context
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -61,25 +62,19 @@ class finish_here(Generic[T]):  # noqa: N801 - it is awaited like `finish`
 
     def __await__(self) -> Generator[Any, None, T]:
         work, cancelled = self._work, None
-        loop = asyncio.get_running_loop()
         try:
             while True:
                 waits_for = work.send(None)
-                if waits_for is None:  # a bare yield: it only lets others run
-                    try:
+                try:
+                    if waits_for is None:  # a bare yield: it only lets others run
                         yield
-                    except asyncio.CancelledError as error:
+                    elif not waits_for.done():
+                        yield _Unheard(waits_for)
+                except asyncio.CancelledError as error:
+                    if waits_for is None or not waits_for.cancelled():
                         cancelled = error
-                    continue
-                waits_for._asyncio_future_blocking = False  # noqa: SLF001 - as a task does
-                while not waits_for.done():
-                    # The task waits for a stand-in: a cancellation reaches that, and not what the work waits for.
-                    stand_in: asyncio.Future[None] = loop.create_future()
-                    waits_for.add_done_callback(lambda _, one=stand_in: one.done() or one.set_result(None))
-                    try:
-                        yield from stand_in
-                    except asyncio.CancelledError as error:
-                        cancelled = error
+                except Exception:  # noqa: BLE001, S110 - it is the future's own, and the work asks the future
+                    pass
         except StopIteration as stop:
             if cancelled is not None:
                 raise cancelled from None
@@ -89,3 +84,76 @@ class finish_here(Generic[T]):  # noqa: N801 - it is awaited like `finish`
             if cancelled is not None:
                 raise cancelled from error
             raise
+
+
+class _Unheard:
+    """What a task waits for in place of a future: asked to cancel it, it says no, and the task is told afterwards."""
+
+    __slots__ = ("_asyncio_future_blocking", "_future")
+
+    def __init__(self, future: asyncio.Future[Any]) -> None:
+        self._future = future
+        self._asyncio_future_blocking = True
+        future._asyncio_future_blocking = False  # noqa: SLF001 - as a task does
+
+    def add_done_callback(self, callback: Callable[[Any], object], *, context: Context | None = None) -> None:
+        self._future.add_done_callback(callback, context=context)
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._future.get_loop()
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def cancelled(self) -> bool:
+        return self._future.cancelled()
+
+    def cancel(self, msg: object = None) -> bool:  # noqa: ARG002
+        return False
+
+
+class within(Generic[T]):  # noqa: N801 - it is awaited like asyncio.wait_for
+    """At most so many seconds, as `asyncio.timeout`; what need not wait at all costs no timer."""
+
+    __slots__ = ("_seconds", "_work")
+
+    def __init__(self, seconds: float, work: Awaitable[T]) -> None:
+        self._seconds = seconds
+        self._work = work
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        steps = self._work.__await__()
+        try:
+            waits_for = next(steps)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+        return (yield from self._rest(_Begun(steps, waits_for)).__await__())
+
+    async def _rest(self, begun: _Begun[T]) -> T:
+        async with asyncio.timeout(self._seconds):
+            return await begun
+
+
+class _Begun(Generic[T]):
+    """The rest of something that is waiting already."""
+
+    __slots__ = ("_steps", "_waits_for")
+
+    def __init__(self, steps: Any, waits_for: Any) -> None:
+        self._steps = steps
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        steps, waits_for = self._steps, self._waits_for
+        try:
+            while True:
+                try:
+                    yield waits_for
+                except BaseException as error:  # noqa: BLE001 - a cancellation, or what the future says
+                    waits_for = steps.throw(error)
+                else:
+                    waits_for = next(steps)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value

@@ -41,6 +41,8 @@ class Features(msgspec.Struct, frozen=True):
     """After an error of the database nothing but a rollback works, so a swallowed error cannot be committed."""
     automatic_setup: bool = False
     """Opening the store makes or upgrades its tables."""
+    listens: bool = False
+    """Workers in other processes can be called at once."""
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -269,6 +271,9 @@ class Store(Protocol[Tx_co]):
         self, *, begin: Begin[Any] | None = None, wait: float = 5.0, read_only: bool = False
     ) -> AbstractAsyncContextManager[Unit[Tx_co]]:
         """A unit of work. `begin` runs first in each of its transactions; `wait` bounds waiting for a turn."""
+
+    def listening(self, consumer: str, ring: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        """While it lasts, `ring` is called when somebody says `unit.call(consumer)`, if the store can do that."""
 
     def join(
         self, tx: Any, *, begin: Begin[Any] | None = None, read_only: bool = False

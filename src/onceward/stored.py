@@ -42,6 +42,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
     first_position: int = 1
     on_dead_dependency: OnDeadDependency = "wait"
     dependency_timeout: timedelta | None = timedelta(days=1)
+    freeze_after: float | None = 300.0
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -85,6 +86,7 @@ class StoredInbox(Generic[Tx]):
             on_dead_dependency=options.on_dead_dependency,
             dependency_timeout=options.dependency_timeout,
             on_begin=on_begin,
+            freeze_after=options.freeze_after,
         )
         self._crew = Crew(settler, settings, bus, self._bell)
         self._herald = Herald(self._tell_others)
@@ -152,10 +154,13 @@ class StoredInbox(Generic[Tx]):
     def _ring(self, outcomes: list[Outcome[Any]], tx: Any) -> None:
         if tx is None and any(one.kind is Kind.ACCEPTED for one in outcomes):
             self._bell.ring()
-            self._herald.call()
+            if self.store.features.listens:
+                self._herald.call()
 
     async def _tell_others(self) -> None:
         """Other processes that work on this consumer's queue."""
+        async with self._crew.unit() as unit:
+            await unit.call(self.consumer)
 
     # --- working --------------------------------------------------------------------------------------------
 

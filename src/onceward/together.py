@@ -247,7 +247,7 @@ class Segment:
                     if work.seen_before is not None and await _seen_before(slot, tx):
                         result = None
                     else:
-                        result = _call(work, tx)
+                        result = work.handler.call(work.message, tx)
                         if type(result) is CoroutineType or isawaitable(result):
                             result = await result
                     slot.encoded = None if result is None else codec.encode(result, "result", ResultInvalid)
@@ -444,13 +444,6 @@ def _judge(slot: Slot, found: Found | None) -> Decision | None:
     except PayloadMismatch as error:
         slot.outcome = Outcome(Kind.FAILED, error=error)
     return decision
-
-
-def _call(work: Work, tx: Any) -> Any:
-    """As Handler.run does, but without a coroutine of its own for each message."""
-    handler = work.handler
-    message = work.message if handler.payload is None else handler.decoded(work.message)
-    return handler.function(message, tx) if handler.shape.wants_tx else handler.function(message)
 
 
 def _number(slot: Slot) -> int:

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from enum import IntEnum
+from inspect import isawaitable
 from time import perf_counter
 from typing import Any, Literal
 
@@ -76,6 +77,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     on_dead_dependency: OnDeadDependency
     dependency_timeout: timedelta | None
     on_begin: Callable[[Any, Message[Any]], Awaitable[Any]] | None
+    freeze_after: float | None = 300.0
+    """Seconds. A turn that was silent for longer towards the database, in a handler or frozen, is undone by it."""
 
 
 class Care(IntEnum):
@@ -181,7 +184,9 @@ class Turn:
     async def work(self) -> list[Slot]:
         """What was settled, in its order; committed."""
         unit = self._unit
-        self._taken = await unit.take_lanes(self._owner, self._lanes, most=self._most)
+        self._taken = await unit.take_lanes(
+            self._owner, self._lanes, most=self._most, idle_limit=self._settings.freeze_after
+        )
         if not self._taken.lanes:
             await unit.rollback()
             return []
@@ -366,13 +371,14 @@ class Turn:
         self._slots.append(slot)
 
     async def _called(self, handler: Handler, message: Message[Any]) -> Any:
-        decoded = handler.decoded(message)
-        tx = self._unit.tx if handler.wants_tx else None
+        given = handler.call(message, self._unit.tx)
+        if not isawaitable(given):
+            return given
         if handler.timeout is None:
-            return await handler.run(decoded, tx)
+            return await given
         try:
             async with asyncio.timeout(handler.timeout) as patience:
-                return await handler.run(decoded, tx)
+                return await given
         except TimeoutError as error:
             if not patience.expired():
                 raise

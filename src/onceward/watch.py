@@ -17,21 +17,25 @@ async def watched(
 ) -> Outcome[Any]:
     """Started, what happened, Finished: who hears the first hears the last, also when it unsubscribes meanwhile."""
     watchers = bus.watchers
-    message, identity = work.message, work.identity
-    base: dict[str, Any] = {"consumer": consumer, "type": message.type, "message_id": message.id, "identity": identity}
     began = perf_counter()
     if watchers:
-        tell(watchers, events.Started(**base))
+        tell(watchers, events.Started(**_of(consumer, work)))
     try:
         outcome = await settle(work)
-        bus.emit(events.of_outcome(consumer, message, identity, outcome))
+        if outcome.mismatch or outcome.error is not None or not bus.is_quiet:
+            bus.emit(events.of_outcome(consumer, work.message, work.identity, outcome))
         return outcome
     except Exception as error:
-        bus.emit(events.of_error(consumer, message, identity, error))
+        bus.emit(events.of_error(consumer, work.message, work.identity, error))
         raise
     except BaseException:
-        bus.emit(events.Cancelled(**base, duration_ms=(perf_counter() - began) * 1000))
+        bus.emit(events.Cancelled(**_of(consumer, work), duration_ms=(perf_counter() - began) * 1000))
         raise
     finally:
         if watchers:
-            tell(watchers, events.Finished(**base, duration_ms=(perf_counter() - began) * 1000))
+            tell(watchers, events.Finished(**_of(consumer, work), duration_ms=(perf_counter() - began) * 1000))
+
+
+def _of(consumer: str, work: Work) -> dict[str, Any]:
+    message = work.message
+    return {"consumer": consumer, "type": message.type, "message_id": message.id, "identity": work.identity}

@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
 from secrets import token_hex
 from time import monotonic
 from typing import Any
@@ -176,15 +177,10 @@ class Crew:
         self, unit: QueueUnit[Any], owner: str, lanes: list[bytes], options: Options, most: int
     ) -> list[tuple[Turn, list[Slot]]]:
         """In one turn; where that cannot be, each lane has its own, with one message."""
-        try:
-            return [await self._patiently(lambda care: self._turn(unit, owner, lanes, options, most=most, care=care))]
-        except Again:
-            return [
-                await self._patiently(
-                    lambda _, lane=lane: self._turn(unit, owner, [lane], options, most=1, care=Care.ALONE)
-                )  # type: ignore[misc]
-                for lane in lanes
-            ]
+        with suppress(Again):
+            return [await self._patiently(partial(self._turn, unit, owner, lanes, options, most=most))]
+        alone = partial(self._turn, unit, owner, options=options, most=1)
+        return [await self._patiently(partial(alone, [lane]), Care.ALONE) for lane in lanes]
 
     def _turn(
         self,
@@ -202,11 +198,11 @@ class Crew:
             most=most, given=options.given, bulk=options.bulk, limits=self.limits, care=care, marked=marked,
         )  # fmt: skip
 
-    async def _patiently(self, turn_of: Callable[[Care], Turn]) -> tuple[Turn, list[Slot]]:
+    async def _patiently(self, turn_of: Callable[..., Turn], care: Care = Care.OPTIMISTIC) -> tuple[Turn, list[Slot]]:
         """Again with more care where it failed, and again as it was where the database asks for that."""
-        care, conflicts = Care.OPTIMISTIC, 0
+        conflicts = 0
         while True:
-            turn = turn_of(care)
+            turn = turn_of(care=care)
             try:
                 return turn, await turn.work()
             except Again:
@@ -239,7 +235,7 @@ class Crew:
         settled = False
         try:
             turn, slots = await self._patiently(
-                lambda care: self._turn(unit, owner, [lane], options, most=1, care=care, marked=marked)
+                partial(self._turn, unit, owner, [lane], options, most=1, marked=marked)
             )
             settled = any(slot.queued.record.identity == head for slot in slots) or turn.leased is not None
             return turn, slots
@@ -293,6 +289,10 @@ class Crew:
 
     async def run(self, options: Options, stop: asyncio.Event) -> None:
         """Until `stop` is set; then finish what was begun, within the grace."""
+        async with self._settler.listening(self._settings.intake.consumer, self.bell.ring):
+            await self._run(options, stop)
+
+    async def _run(self, options: Options, stop: asyncio.Event) -> None:
         tasks = [asyncio.ensure_future(self._work(options, stop)) for _ in range(options.concurrency)]
         stopping = asyncio.ensure_future(stop.wait())
         try:

@@ -15,18 +15,10 @@ from typing import Any
 import msgspec
 
 from onceward.errors import UsageError
+from onceward.sql.catalog import made
 from onceward.sql.plan import Statement
 
-_TABLES = re.compile(
-    r"\bonceward_(records|schema|lanes|pending|waits|floors|arrivals|accept|take|close|overdue|requeue|drop)\b(?!\.)"
-)
 _NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
-
-
-class Migration(msgspec.Struct, frozen=True):
-    version: int
-    name: str
-    sql: str
 
 
 class Dialect(msgspec.Struct, frozen=True):
@@ -54,8 +46,8 @@ def postgresql(schema: str | None = None) -> Dialect:
     if schema is not None:
         prefix = quoted(schema) + "."
         # `onceward_records.column` inside an upsert names the target, which keeps its bare name.
-        statements = {name: _TABLES.sub(lambda m: prefix + m[0], sql) for name, sql in statements.items()}
-    return Dialect("postgresql", statements, lambda digest: digest.hex(), lambda moment: moment, schema, sets=True)
+        statements = {name: _names().sub(lambda m: prefix + m[0], sql) for name, sql in statements.items()}
+    return Dialect("postgresql", statements, bytes.hex, lambda moment: moment, schema, sets=True)
 
 
 def sqlite() -> Dialect:
@@ -72,14 +64,10 @@ def quoted(identifier: str) -> str:
 
 
 @cache
-def migrations(dialect: str) -> tuple[Migration, ...]:
-    """In order. The schema is their sum."""
-    folder = files("onceward.sql") / "migrations" / dialect
-    found = sorted((file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name)
-    return tuple(
-        Migration(int(file.name.split("_", 1)[0]), file.name.removesuffix(".sql"), file.read_text("utf-8"))
-        for file in found
-    )
+def _names() -> re.Pattern[str]:
+    """Whatever has a place in a schema: the table of versions, and all that the migrations make."""
+    names = ["onceward_schema", *(one.name for one in made("postgresql") if one.kind not in {"index", "trigger"})]
+    return re.compile(rf"\b({'|'.join(sorted(names))})\b(?!\.)")
 
 
 @cache

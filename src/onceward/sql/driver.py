@@ -50,6 +50,22 @@ class Session(Protocol[Tx_co]):
 
     def is_conflict(self, error: BaseException) -> bool: ...
 
+    async def flush(self) -> None:
+        """What the handle has not sent yet is sent. HandlerEndedTransaction: it was rolled back."""
+
+    async def forget(self) -> None:
+        """The transaction goes back to a savepoint: so does the handle, which may be another one after this."""
+
+
+class HoldsNothing:
+    """Of a session whose handle sends everything at once."""
+
+    async def flush(self) -> None:
+        pass
+
+    async def forget(self) -> None:
+        pass
+
 
 class Driver(Protocol[Tx_co]):
     @property

@@ -17,8 +17,6 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
-TABLES = ("onceward_records", "onceward_schema")
-
 
 class _Identity(TypeDecorator[UUID]):
     """16 bytes: uuid on PostgreSQL, BLOB on SQLite, a UUID in Python."""
@@ -98,6 +96,7 @@ class _Base(DeclarativeBase):
 
 
 _Long = sa.BigInteger().with_variant(sa.INTEGER(), "sqlite")
+_Flag = sa.Boolean().with_variant(sa.INTEGER(), "sqlite")
 _Double: TypeEngine[float] = sa.Double().with_variant(sa.REAL(), "sqlite")
 
 
@@ -105,6 +104,10 @@ class InboxRecord(_Base):
     """One row of `onceward_records`, to be read: `select(InboxRecord).where(InboxRecord.state == "dead")`."""
 
     __tablename__ = "onceward_records"
+    __table_args__ = (
+        # Of the table: one of a column is left behind by to_metadata.
+        sa.CheckConstraint("state IN ('accepted', 'running', 'processed', 'failed', 'dead', 'discarded')"),
+    )
 
     identity: Mapped[UUID] = mapped_column(_Identity, primary_key=True)
     consumer: Mapped[str] = mapped_column(sa.Text)
@@ -116,10 +119,7 @@ class InboxRecord(_Base):
     source: Mapped[str] = mapped_column(sa.Text, server_default="")
     topic: Mapped[str] = mapped_column(sa.Text, server_default="")
     origin: Mapped[str | None] = mapped_column(sa.Text)
-    state: Mapped[str] = mapped_column(
-        sa.Text,
-        sa.CheckConstraint("state IN ('accepted', 'running', 'processed', 'failed', 'dead', 'discarded')"),
-    )
+    state: Mapped[str] = mapped_column(sa.Text)
     attempts: Mapped[int] = mapped_column(sa.Integer, server_default="0")
     started: Mapped[int] = mapped_column(sa.Integer, server_default="0")
     errors: Mapped[Any | None] = mapped_column(_Json)
@@ -153,28 +153,104 @@ class SchemaVersion(_Base):
     name: Mapped[str] = mapped_column(sa.Text)
     applied_at: Mapped[datetime] = mapped_column(_Moment, server_default=_Now())
     token: Mapped[str] = mapped_column(sa.Text, server_default=_Random())
+    since: Mapped[int | None] = mapped_column(sa.Integer)
 
 
-def _partial(name: str, *columns: str, where: str) -> None:
-    condition = sa.text(where)
-    sa.Index(
-        name,
-        *(InboxRecord.__table__.c[column] for column in columns),
-        postgresql_where=condition,
-        sqlite_where=condition,
-    )
+def _text(name: str, **options: Any) -> sa.Column[Any]:
+    return sa.Column(name, sa.Text, **{"nullable": False} | options)
 
 
-_partial("onceward_records_unfinished", "consumer", "state", "received_at", where="state <> 'processed'")
-_partial("onceward_records_position", "consumer", "tenant", "stream", "position", where="stream IS NOT NULL")
-_partial(
-    "onceward_records_processed", "consumer", "processed_at", "identity",
+def _long(name: str, **options: Any) -> sa.Column[Any]:
+    return sa.Column(name, _Long, **{"nullable": False, "autoincrement": False} | options)
+
+
+def _id(name: str, **options: Any) -> sa.Column[Any]:
+    return sa.Column(name, _Identity, **{"nullable": False} | options)
+
+
+def _moment(name: str) -> sa.Column[Any]:
+    return sa.Column(name, _Moment)
+
+
+# The queue. What these say is for onceward alone; `inbox.queue_stats()` is how to look at it.
+LANES = sa.Table(
+    "onceward_lanes",
+    _Base.metadata,
+    _id("lane", primary_key=True),
+    _text("consumer"),
+    _text("tenant"),
+    _text("name", nullable=True),
+    _long("share"),
+    _text("state", server_default="ready"),
+    _moment("run_at"),
+    _text("owner", nullable=True),
+    sa.Column("claims", sa.Integer, nullable=False, server_default="0"),
+    _id("blocker", nullable=True),
+    sa.CheckConstraint("state IN ('ready', 'running', 'retrying', 'later', 'waiting', 'blocked')"),
+)
+PENDING = sa.Table(
+    "onceward_pending",
+    _Base.metadata,
+    _long("seq", primary_key=True),
+    _id("identity"),
+    _id("lane"),
+    _long("rank"),
+    _text("track", nullable=True),
+    _long("position", nullable=True),
+    sa.Column("aside", _Flag, nullable=False, server_default=sa.false()),
+    _moment("due"),
+)
+WAITS = sa.Table(
+    "onceward_waits",
+    _Base.metadata,
+    _long("seq", primary_key=True),
+    _text("consumer"),
+    _text("tenant"),
+    _text("stream"),
+    _long("position"),
+    _id("lane"),
+    _moment("deadline"),
+)
+FLOORS = sa.Table(
+    "onceward_floors",
+    _Base.metadata,
+    _text("consumer", primary_key=True),
+    _text("tenant", primary_key=True),
+    _text("stream", primary_key=True),
+    _long("position"),
+)
+ARRIVALS = sa.Table(
+    "onceward_arrivals", _Base.metadata, _text("consumer"), _text("tenant"), _text("stream"), _long("position")
+)
+
+
+def _index(table: Any, what: str, *columns: str, where: str | None = None) -> None:
+    condition: dict[str, Any] = {}
+    if where is not None:
+        condition = {"postgresql_where": sa.text(where), "sqlite_where": sa.text(where)}
+    sa.Index(f"{table.name}_{what}", *(table.c[column] for column in columns), **condition)
+
+
+RECORDS = InboxRecord.__table__
+_index(RECORDS, "unfinished", "consumer", "state", "received_at", where="state <> 'processed'")
+_index(RECORDS, "position", "consumer", "tenant", "stream", "position", where="stream IS NOT NULL")
+_index(
+    RECORDS, "processed", "consumer", "processed_at", "identity",
     where="state = 'processed' AND expires_at IS NULL",
 )  # fmt: skip
-_partial(
-    "onceward_records_expiring", "consumer", "expires_at", "identity", "processed_at",
+_index(
+    RECORDS, "expiring", "consumer", "expires_at", "identity", "processed_at",
     where="state = 'processed' AND expires_at IS NOT NULL",
 )  # fmt: skip
+_index(RECORDS, "queued", "received_position", where="received_position IS NOT NULL AND state <> 'processed'")
+_index(LANES, "due", "consumer", "run_at", where="run_at IS NOT NULL")
+_index(PENDING, "next", "lane", "rank", "seq", where="NOT aside")
+_index(PENDING, "aside", "lane", where="aside")
+_index(PENDING, "track", "lane", "track", "position", "seq", where="track IS NOT NULL")
+_index(WAITS, "position", "consumer", "tenant", "stream", "position")
+_index(WAITS, "deadline", "consumer", "deadline", where="deadline IS NOT NULL")
+
+TABLES = frozenset(_Base.metadata.tables)
 
 
 def add_tables(metadata: sa.MetaData, *, schema: str | None = None) -> None:

@@ -7,7 +7,7 @@ in. SQL is written with `:name` parameters and compiled once to the driver's sty
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -50,8 +50,8 @@ PARAMETER = re.compile(r"'[^']*'|--[^\n]*|(?<!:):([a-z_]+)")
 
 
 @lru_cache(maxsize=256)
-def numbered(sql: str) -> tuple[str, tuple[str, ...]]:
-    """`:name` as `$1`, and the names in the order of their numbers."""
+def numbered(sql: str, mark: str = "$") -> tuple[str, tuple[str, ...]]:
+    """`:name` as `$1` or `?1`, and the names in the order of their numbers."""
     names: list[str] = []
 
     def number(match: re.Match[str]) -> str:
@@ -60,7 +60,7 @@ def numbered(sql: str) -> tuple[str, tuple[str, ...]]:
             return match[0]
         if name not in names:
             names.append(name)
-        return f"${names.index(name) + 1}"
+        return f"{mark}{names.index(name) + 1}"
 
     return PARAMETER.sub(number, sql), tuple(names)
 
@@ -82,9 +82,15 @@ def inlined(statement: Statement) -> str:
     return "".join(filled)
 
 
-def literals(values: list[Any]) -> list[str]:
-    """Nearly all of them are texts or nothing."""
-    return ["NULL" if value is None else _text(value) if type(value) is str else literal(value) for value in values]
+def literals(values: Iterable[Any]) -> list[str]:
+    """Nearly all of them are nothing, or texts without a quote."""
+    texts = [
+        "NULL" if value is None else f"'{value}'" if type(value) is str and "'" not in value else literal(value)
+        for value in values
+    ]
+    if "\0" in "".join(texts):
+        raise ValueError("a text for the database contains NUL")
+    return texts
 
 
 @lru_cache(maxsize=256)
@@ -106,7 +112,9 @@ def literal(value: object) -> str:
     if value is None:
         return "NULL"
     if type(value) is str:
-        return _text(value)
+        if "\0" in value:
+            raise ValueError("a text for the database contains NUL")
+        return "'" + value.replace("'", "''") + "'"
     if type(value) is int:
         return f"({value})"  # -2**63::bigint would negate after the cast, and overflow
     if type(value) is bytes:
@@ -114,11 +122,3 @@ def literal(value: object) -> str:
     if isinstance(value, datetime):
         return f"'{value.isoformat()}'"
     raise TypeError(f"no literal for {type(value).__name__}")
-
-
-@lru_cache(maxsize=4096)
-def _text(value: str) -> str:
-    """Cached: most of what a claim says is the same each time."""
-    if "\0" in value:
-        raise ValueError("a text for the database contains NUL")
-    return "'" + value.replace("'", "''") + "'"

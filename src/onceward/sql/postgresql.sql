@@ -243,6 +243,13 @@ CREATE TABLE IF NOT EXISTS onceward_schema (
 -- name: schema_applied
 INSERT INTO onceward_schema (version, name) VALUES (:version::int, :name::text)
 
+-- name: schema_applied_since
+INSERT INTO onceward_schema (version, name, since) VALUES (:version::int, :name::text, :since::int)
+
+-- The oldest code that works with all that is newer than what we know.
+-- name: schema_since
+SELECT coalesce(max(coalesce(since, version)), 0) AS since FROM onceward_schema WHERE version > :known::int
+
 -- One migration at a time, whoever starts; the number is the first 8 bytes of sha256('onceward_schema').
 -- name: schema_lock
 SELECT pg_advisory_xact_lock(x'c60b09ae02fc7685'::bigint)
@@ -250,22 +257,27 @@ SELECT pg_advisory_xact_lock(x'c60b09ae02fc7685'::bigint)
 -- name: schema_versions
 SELECT version FROM onceward_schema
 
--- name: record_columns
-SELECT attname::text AS name FROM pg_attribute
-WHERE attrelid = to_regclass('onceward_records') AND attnum > 0 AND NOT attisdropped
-
--- name: token_exists
-SELECT 1 FROM pg_attribute
-WHERE attrelid = to_regclass('onceward_schema') AND attname = 'token' AND NOT attisdropped
-
--- name: token_column
-ALTER TABLE onceward_schema ADD COLUMN token text NOT NULL DEFAULT gen_random_uuid()::text
+-- What there is of ours, in the schema that we are in: a column of a table, or what a table is not.
+-- name: schema_made
+SELECT 'column' AS kind, t.relname::text AS name, a.attname::text AS body
+FROM pg_class t JOIN pg_namespace n ON n.oid = t.relnamespace JOIN pg_attribute a ON a.attrelid = t.oid
+WHERE n.nspname = current_schema() AND t.relname ~ '^onceward_' AND t.relkind IN ('r', 'p')
+  AND a.attnum > 0 AND NOT a.attisdropped
+UNION ALL
+SELECT 'sequence', t.relname::text, NULL
+FROM pg_class t JOIN pg_namespace n ON n.oid = t.relnamespace
+WHERE n.nspname = current_schema() AND t.relname ~ '^onceward_' AND t.relkind = 'S'
+UNION ALL
+SELECT 'function', f.proname::text, f.prosrc
+FROM pg_proc f JOIN pg_namespace n ON n.oid = f.pronamespace
+WHERE n.nspname = current_schema() AND f.proname ~ '^onceward_'
+UNION ALL
+SELECT 'trigger', g.tgname::text, NULL
+FROM pg_trigger g JOIN pg_class t ON t.oid = g.tgrelid JOIN pg_namespace n ON n.oid = t.relnamespace
+WHERE n.nspname = current_schema() AND t.relname ~ '^onceward_' AND NOT g.tgisinternal
 
 -- name: token_filled
 UPDATE onceward_schema SET token = gen_random_uuid()::text WHERE coalesce(token, '') = ''
-
--- name: function_missing
-SELECT 1 WHERE to_regprocedure('onceward_id(text, text, text, text)') IS NULL
 
 -- Many messages at once. One parameter has all of them as JSON, sorted by identity; identities travel back as one value.
 -- name: claim_many
@@ -402,3 +414,6 @@ SELECT onceward_drop(:identity::text::uuid, :lane::text::uuid) AS done
 
 -- name: queue_stood
 SELECT txid_status(:xid::bigint) AS status
+
+-- name: queue_call
+SELECT pg_notify(:channel::text, '')

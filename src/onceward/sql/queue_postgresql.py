@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from onceward.errors import HandlerEndedTransaction
-from onceward.identity import Identity
+from onceward.identity import Identity, digest
 from onceward.queue import Closing, Kept, KeptLine, LaneClaim, QueueLine, Share, Taken
 from onceward.record import Record
 from onceward.sql.dialect import Dialect
@@ -30,8 +30,8 @@ def accept(dialect: Dialect, lines: Sequence[QueueLine], consumer: str, host: st
     ]
 
 
-def claim_lanes(  # noqa: PLR0917
-    dialect: Dialect, consumer: str, owner: str, most: int, lease: float, share: Share | None
+def claim_lanes(
+    dialect: Dialect, consumer: str, owner: str, *, most: int, lease: float, share: Share | None
 ) -> Plan[list[LaneClaim]]:
     params = {"consumer": consumer, "owner": owner, "most": most, "lease": float(lease)}
     result = yield _shared(dialect, "queue_claim", params, share)
@@ -81,6 +81,14 @@ def mark_start(dialect: Dialect, owner: str, lane: bytes, identity: Identity) ->
 
 def unmark_start(dialect: Dialect, identity: Identity) -> Plan[None]:
     yield dialect("queue_unmark_start", {"identity": dialect.identity(identity.digest)})
+
+
+def channel(dialect: Dialect, consumer: str) -> str:
+    return f"onceward_{digest(dialect.schema or '', consumer)[:10].hex()}"
+
+
+def call(dialect: Dialect, consumer: str) -> Plan[None]:
+    yield dialect("queue_call", {"channel": channel(dialect, consumer)})
 
 
 def due_in(dialect: Dialect, consumer: str, share: Share | None) -> Plan[float | None]:

@@ -27,12 +27,18 @@ class LaneLine(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 def lanes_of(lines: Sequence[QueueLine]) -> list[LaneLine]:
-    """Each lane once, in an order that all have; the first line of a lane says when it is due."""
+    """Each lane once, in an order that all have; it is due when the first of its lines is."""
     lanes: dict[str, LaneLine] = {}
     for line in lines:
-        if line.lane not in lanes:
+        known = lanes.get(line.lane)
+        if known is None or _earlier(line.not_before, known.not_before):
             lanes[line.lane] = LaneLine(line.lane, line.tenant, line.share, line.lane_name, line.not_before)
     return [lanes[lane] for lane in sorted(lanes)]
+
+
+def _earlier(one: datetime | None, other: datetime | None) -> bool:
+    """None is now."""
+    return other is not None and (one is None or one < other)
 
 
 CIRCLE = 100

@@ -192,6 +192,13 @@ CREATE TABLE IF NOT EXISTS onceward_schema (
 -- name: schema_applied
 INSERT INTO onceward_schema (version, name) VALUES (:version, :name)
 
+-- name: schema_applied_since
+INSERT INTO onceward_schema (version, name, since) VALUES (:version, :name, :since)
+
+-- The oldest code that works with all that is newer than what we know.
+-- name: schema_since
+SELECT coalesce(max(coalesce(since, version)), 0) AS since FROM onceward_schema WHERE version > :known
+
 -- BEGIN IMMEDIATE already holds the write lock.
 -- name: schema_lock
 SELECT 1
@@ -199,21 +206,16 @@ SELECT 1
 -- name: schema_versions
 SELECT version FROM onceward_schema
 
--- name: record_columns
-SELECT name FROM pragma_table_info('onceward_records')
-
--- name: token_exists
-SELECT 1 FROM pragma_table_info('onceward_schema') WHERE name = 'token'
-
--- name: token_column
-ALTER TABLE onceward_schema ADD COLUMN token TEXT NOT NULL DEFAULT ''
+-- What there is of ours: a column of a table, or what a table is not.
+-- name: schema_made
+SELECT 'column' AS kind, t.name AS name, c.name AS body
+FROM sqlite_master t, pragma_table_info(t.name) c
+WHERE t.type = 'table' AND t.name GLOB 'onceward_*'
+UNION ALL
+SELECT type, name, sql FROM sqlite_master WHERE type = 'trigger' AND name GLOB 'onceward_*'
 
 -- name: token_filled
 UPDATE onceward_schema SET token = lower(hex(randomblob(16))) WHERE coalesce(token, '') = ''
-
--- SQLite has no functions of its own.
--- name: function_missing
-SELECT 1 WHERE false
 
 -- For many messages at once these are said once for each: there is no trip to save.
 -- name: find_done
@@ -222,3 +224,212 @@ WHERE identity = :identity AND state = 'processed'
 
 -- name: unclaim
 DELETE FROM onceward_records WHERE identity = :identity AND state = 'processed'
+
+-- The queue. Several statements for one step cost nothing here, so each is one row. Several lanes are one blob, 16 bytes
+-- each.
+
+-- name: queue_numbers
+INSERT INTO onceward_counters (name, value) VALUES (:name, :many)
+ON CONFLICT (name) DO UPDATE SET value = value + excluded.value
+RETURNING value
+
+-- name: queue_keep
+INSERT INTO onceward_records (
+    identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, payload, body, headers,
+    payload_hash, host, occurred_at, stream, position, depends_on, received_position, next_try_at)
+VALUES (
+    :identity, :consumer, :tenant, :scope, :key, :message_id, :type, :source, :topic, :origin, 'accepted', :payload,
+    :body, :headers, :payload_hash, :host, :occurred_at, :stream, :position, :depends_on, :seq, :not_before)
+ON CONFLICT (identity) DO NOTHING
+
+-- A record that failed inline, or whose runner died there.
+-- name: queue_join
+UPDATE onceward_records
+SET state = 'accepted', received_position = :seq,
+    next_try_at = coalesce(max(next_try_at, :not_before), next_try_at, :not_before)
+WHERE identity = :identity AND received_position IS NULL
+  AND (state = 'failed' OR state = 'running' AND next_try_at <= strftime('%Y-%m-%dT%H:%M:%fZ', 'now'))
+RETURNING next_try_at
+
+-- name: queue_pend
+INSERT INTO onceward_pending (seq, identity, lane, rank, track, position, due)
+VALUES (:seq, :identity, :lane, :rank, :track, :place, :due)
+
+-- name: queue_known
+SELECT state, received_position, payload_hash FROM onceward_records WHERE identity = :identity
+
+-- A lane that sleeps is woken.
+-- name: queue_open
+INSERT INTO onceward_lanes (lane, consumer, tenant, name, share, run_at, state)
+VALUES (
+    :lane, :consumer, :tenant, :name, :share,
+    max(coalesce(:not_before, ''), strftime('%Y-%m-%dT%H:%M:%fZ', 'now')),
+    CASE WHEN :not_before > strftime('%Y-%m-%dT%H:%M:%fZ', 'now') THEN 'later' ELSE 'ready' END)
+ON CONFLICT (lane) DO UPDATE SET state = 'ready', run_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now')
+WHERE state IN ('waiting', 'later')
+
+-- name: queue_claim
+UPDATE onceward_lanes
+SET owner = :owner, claims = claims + 1, state = 'running',
+    run_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now', :lease)
+WHERE lane IN (
+    SELECT lane FROM onceward_lanes
+    WHERE consumer = :consumer AND run_at <= strftime('%Y-%m-%dT%H:%M:%fZ', 'now')
+    ORDER BY run_at LIMIT :most)
+RETURNING lane, claims
+
+-- name: queue_claim_share
+UPDATE onceward_lanes
+SET owner = :owner, claims = claims + 1, state = 'running',
+    run_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now', :lease)
+WHERE lane IN (
+    SELECT lane FROM onceward_lanes
+    WHERE consumer = :consumer AND run_at <= strftime('%Y-%m-%dT%H:%M:%fZ', 'now') AND share % :shares = :number
+    ORDER BY run_at LIMIT :most)
+RETURNING lane, claims
+
+-- name: queue_hold
+WITH RECURSIVE place(at) AS (SELECT 1 UNION ALL SELECT at + 16 FROM place WHERE at + 16 < length(:lanes))
+SELECT lane FROM onceward_lanes
+WHERE lane IN (SELECT substr(:lanes, at, 16) FROM place) AND owner = :owner
+ORDER BY lane
+
+-- name: queue_heads
+SELECT p.seq, p.rank, p.track, p.position AS place, p.due, p.aside, strftime('%Y-%m-%dT%H:%M:%fZ', 'now') AS now, r.*
+FROM onceward_pending p JOIN onceward_records r ON r.identity = p.identity
+WHERE p.lane = :lane AND NOT p.aside
+ORDER BY p.rank, p.seq LIMIT :most
+
+-- name: queue_track
+SELECT p.seq, p.rank, p.track, p.position AS place, p.due, p.aside, strftime('%Y-%m-%dT%H:%M:%fZ', 'now') AS now, r.*
+FROM onceward_pending p JOIN onceward_records r ON r.identity = p.identity
+WHERE p.lane = :lane AND p.track = :track
+ORDER BY p.position, p.seq LIMIT :most
+
+-- The state is that of a record which is there; done is also what is below the floor.
+-- name: queue_position
+SELECT
+    EXISTS (SELECT 1 FROM onceward_records
+            WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position
+              AND state = 'processed')
+    OR EXISTS (SELECT 1 FROM onceward_floors
+               WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position >= :position) AS done,
+    (SELECT state FROM onceward_records
+     WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position LIMIT 1) AS state
+
+-- name: queue_gone
+DELETE FROM onceward_pending WHERE seq = :seq RETURNING lane, track
+
+-- name: queue_done
+UPDATE onceward_records
+SET state = 'processed', attempts = attempts + 1, started = max(0, started - :started),
+    processed_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now'), processed_position = :number,
+    result = :result, duration_ms = :duration_ms, payload = NULL, body = NULL, headers = NULL, next_try_at = NULL,
+    expires_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now', (:keep_ms / 1000.0) || ' seconds'),
+    handler = :handler, host = :host
+WHERE identity = :identity AND state IN ('accepted', 'running', 'failed')
+
+-- name: queue_put_off
+UPDATE onceward_pending SET due = strftime('%Y-%m-%dT%H:%M:%fZ', 'now', :delay) WHERE seq = :seq
+
+-- name: queue_failed
+UPDATE onceward_records
+SET state = :state, attempts = attempts + :counted, started = max(0, started - :started),
+    errors = json_insert(
+        CASE WHEN json_array_length(errors) >= 10 THEN json_remove(errors, '$[0]') ELSE coalesce(errors, '[]') END,
+        '$[#]', json_set(:error, '$.at', strftime('%Y-%m-%dT%H:%M:%fZ', 'now'))),
+    duration_ms = :duration_ms, handler = :handler, host = :host,
+    next_try_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now', :delay)
+WHERE identity = :identity AND state IN ('accepted', 'running', 'failed')
+
+-- What comes next in a track need not stay behind any more.
+-- name: queue_next_of_track
+UPDATE onceward_pending SET aside = false
+WHERE aside AND seq = (
+    SELECT seq FROM onceward_pending WHERE lane = :lane AND track = :track ORDER BY position, seq LIMIT 1)
+
+-- name: queue_wait
+INSERT INTO onceward_waits (seq, consumer, tenant, stream, position, lane, deadline)
+VALUES (:seq, :consumer, :tenant, :stream, :position, :lane, :deadline)
+ON CONFLICT (seq) DO UPDATE
+SET tenant = excluded.tenant, stream = excluded.stream, position = excluded.position, deadline = excluded.deadline
+
+-- name: queue_aside
+UPDATE onceward_pending SET aside = true WHERE seq = :seq AND rank < 0
+
+-- name: queue_behind
+UPDATE onceward_pending SET aside = true WHERE seq IN (SELECT value FROM json_each(:seqs))
+
+-- name: queue_first
+SELECT seq FROM onceward_pending WHERE lane = :lane AND NOT aside ORDER BY rank, seq LIMIT 1
+
+-- name: queue_lane_gone
+DELETE FROM onceward_lanes
+WHERE lane = :lane AND owner = :owner
+  AND NOT EXISTS (SELECT 1 FROM onceward_pending p WHERE p.lane = :lane AND NOT p.aside)
+  AND NOT EXISTS (SELECT 1 FROM onceward_pending p WHERE p.lane = :lane AND p.aside)
+
+-- name: queue_lane_end
+UPDATE onceward_lanes
+SET state = :state, run_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now', :delay), blocker = :blocker, owner = NULL, claims = 0
+WHERE lane = :lane AND owner = :owner
+
+-- name: queue_release
+WITH RECURSIVE place(at) AS (SELECT 1 UNION ALL SELECT at + 16 FROM place WHERE at + 16 < length(:lanes))
+UPDATE onceward_lanes
+SET owner = NULL, claims = max(0, claims - 1), state = 'ready', run_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now', :delay)
+WHERE lane IN (SELECT substr(:lanes, at, 16) FROM place) AND owner = :owner
+
+-- name: queue_extend
+WITH RECURSIVE place(at) AS (SELECT 1 UNION ALL SELECT at + 16 FROM place WHERE at + 16 < length(:lanes))
+UPDATE onceward_lanes SET run_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now', :lease)
+WHERE lane IN (SELECT substr(:lanes, at, 16) FROM place) AND owner = :owner
+RETURNING lane
+
+-- name: queue_mark_start
+UPDATE onceward_records SET started = started + 1, state = 'running'
+WHERE identity = :identity AND state IN ('accepted', 'running', 'failed')
+  AND EXISTS (SELECT 1 FROM onceward_lanes WHERE lane = :lane AND owner = :owner)
+RETURNING *
+
+-- name: queue_unmark_start
+UPDATE onceward_records
+SET started = max(0, started - 1), state = CASE WHEN state = 'running' THEN 'accepted' ELSE state END
+WHERE identity = :identity AND started > 0
+
+-- name: queue_due_in
+SELECT (julianday(run_at) - julianday('now')) * 86400.0 AS seconds FROM onceward_lanes
+WHERE consumer = :consumer AND run_at IS NOT NULL
+ORDER BY run_at LIMIT 1
+
+-- name: queue_due_in_share
+SELECT (julianday(run_at) - julianday('now')) * 86400.0 AS seconds FROM onceward_lanes
+WHERE consumer = :consumer AND run_at IS NOT NULL AND share % :shares = :number
+ORDER BY run_at LIMIT 1
+
+-- name: queue_late
+SELECT seq FROM onceward_waits
+WHERE consumer = :consumer AND deadline <= strftime('%Y-%m-%dT%H:%M:%fZ', 'now')
+ORDER BY deadline LIMIT 1000
+
+-- name: queue_late_back
+UPDATE onceward_pending SET aside = false WHERE aside AND seq IN (SELECT value FROM json_each(:seqs))
+
+-- name: queue_late_lanes
+UPDATE onceward_lanes SET state = 'ready', run_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now')
+WHERE state IN ('waiting', 'later')
+  AND lane IN (SELECT w.lane FROM onceward_waits w WHERE w.seq IN (SELECT value FROM json_each(:seqs)))
+
+-- name: queue_late_ended
+DELETE FROM onceward_waits WHERE seq IN (SELECT value FROM json_each(:seqs))
+
+-- name: queue_requeue
+UPDATE onceward_records
+SET state = 'accepted', attempts = 0, started = 0, next_try_at = NULL,
+    received_position = coalesce(received_position, :seq)
+WHERE identity = :identity AND state = 'dead'
+RETURNING received_position, consumer
+
+-- name: queue_unblock
+UPDATE onceward_lanes SET state = 'ready', run_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now'), blocker = NULL
+WHERE lane = :lane AND state = 'blocked' AND blocker = :identity

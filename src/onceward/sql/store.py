@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
 from typing import Any, Generic, TypeVar
@@ -13,19 +14,23 @@ from onceward.queue import Closing as LaneClosing
 from onceward.queue import KeptLine, LaneClaim, QueueLine, QueueStats, Share, Taken, Unmet
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
-from onceward.sql import queue_postgresql, queue_rows, upkeep, verbs
-from onceward.sql.dialect import DIALECTS, migrations, quoted
+from onceward.sql import queue_postgresql, queue_rows, queue_sqlite, upkeep, verbs
+from onceward.sql.catalog import migrations
+from onceward.sql.dialect import DIALECTS, Dialect, quoted
 from onceward.sql.driver import Driver, Session
 from onceward.sql.joined import joined
-from onceward.sql.plan import Plan, inlined, run
+from onceward.sql.plan import Plan, Result, Statement, inlined, run
 from onceward.stats import Stats
-from onceward.store import Begin, ClaimLine, Closing, Done, Features, Found, Sweepable, SweptBatch
+from onceward.store import Begin, ClaimLine, Closing, Done, Ended, Features, Found, InFlight, Sweepable, SweptBatch
 
 Tx = TypeVar("Tx")
 T = TypeVar("T")
 
-QUEUES: dict[str, Any] = {"postgresql": queue_postgresql}
+QUEUES: dict[str, Any] = {"postgresql": queue_postgresql, "sqlite": queue_sqlite}
 """The plans of the queue, by dialect."""
+PATIENCE = (1.0, 2.0, 4.0, 8.0, 16.0, None)
+"""Seconds that a migration waits for a lock; at last, for as long as it takes."""
+LOCK_NOT_AVAILABLE = "55P03"
 
 
 class SqlStore(Generic[Tx]):
@@ -85,6 +90,18 @@ class SqlStore(Generic[Tx]):
                 await finish(self._driver.close())
 
     async def _migrate(self) -> None:
+        """A migration waits for handlers at work, and whoever writes meanwhile waits for the migration: so it waits
+        briefly at first, and lets them go on before it tries again."""
+        for patience in PATIENCE:
+            try:
+                await self._migrate_within(patience)
+                return
+            except Exception as error:
+                if patience is None or getattr(error, "sqlstate", None) != LOCK_NOT_AVAILABLE:
+                    raise
+            await asyncio.sleep(patience)
+
+    async def _migrate_within(self, patience: float | None) -> None:
         dialect = self._driver.dialect
         async with self._driver.session(wait=30.0) as session:
             try:
@@ -92,7 +109,7 @@ class SqlStore(Generic[Tx]):
                 if self._driver.schema is not None:
                     await session.script(f"CREATE SCHEMA IF NOT EXISTS {quoted(self._driver.schema)}")
                 for migration in await run(verbs.pending_migrations(dialect), session.execute):
-                    await session.script(_placed(dialect.schema) + migration.sql)
+                    await session.script(_patient(dialect, patience) + _placed(dialect.schema) + migration.sql)
                     await run(verbs.migrated(dialect, migration), session.execute)
                 await session.commit()
             finally:
@@ -105,9 +122,8 @@ class SqlStore(Generic[Tx]):
                 await session.begin()
                 if dialect.schema is not None:
                     await session.script(_placed(dialect.schema))
-                more = await run(upkeep.stamp(dialect), session.execute)
-                if more is not None:
-                    await session.script(more)
+                for statement in await run(upkeep.stamp(dialect), session.execute):
+                    await session.script(statement)
                 await session.commit()
             finally:
                 await session.rollback()
@@ -116,6 +132,15 @@ class SqlStore(Generic[Tx]):
         self, *, begin: Begin[Tx] | None = None, wait: float = 5.0, read_only: bool = False
     ) -> AbstractAsyncContextManager[SqlUnit[Tx]]:
         return _Units(self._driver, begin, wait, read_only=read_only)
+
+    @asynccontextmanager
+    async def listening(self, consumer: str, ring: Callable[[], None]) -> AsyncIterator[None]:
+        if not self.features.listens:
+            yield
+            return
+        driver: Any = self._driver  # of PostgreSQL
+        async with driver.listening(queue_postgresql.channel(driver.dialect, consumer), ring):
+            yield
 
     @asynccontextmanager
     async def join(
@@ -131,14 +156,20 @@ class SqlStore(Generic[Tx]):
             await unit.rollback()
 
 
-def schema(dialect: str) -> str:
-    """The whole schema as SQL text, as `onceward setup` would apply it."""
+def schema(dialect: str, version: int | None = None) -> str:
+    """The whole schema as SQL text, as `onceward setup` would apply it; or as it was with an older version."""
     known = DIALECTS[dialect]()
     parts = [f"{known('schema_table').sql};\n"]
-    for migration in migrations(dialect):
+    for migration in migrations(dialect)[:version]:
         applied = verbs.migrated(known, migration)
         parts.append(f"-- {migration.name}\n{migration.sql}\n{inlined(next(applied))};\n")
     return "\n".join(parts)
+
+
+def _patient(dialect: Dialect, seconds: float | None) -> str:
+    if dialect.name != "postgresql" or seconds is None:
+        return ""
+    return f"SET LOCAL lock_timeout = '{seconds:g}s';\n"
 
 
 def _placed(schema: str | None) -> str:
@@ -158,7 +189,7 @@ async def _transaction(session: Session[Any], plan: Plan[T]) -> T:
 class _Units(Generic[Tx]):
     """A unit on a session of its own."""
 
-    __slots__ = ("_begin", "_driver", "_sessions", "_unit", "_wait")
+    __slots__ = ("_begin", "_driver", "_sessions", "_wait")
 
     def __init__(self, driver: Driver[Tx], begin: Begin[Tx] | None, wait: float, *, read_only: bool) -> None:
         self._driver = driver
@@ -168,14 +199,10 @@ class _Units(Generic[Tx]):
 
     async def __aenter__(self) -> SqlUnit[Tx]:
         session = await self._sessions.__aenter__()
-        self._unit = SqlUnit(self._driver, session, self._begin, self._wait)
-        return self._unit
+        return SqlUnit(self._driver, session, self._begin, self._wait)
 
-    async def __aexit__(self, *_error: object) -> None:
-        try:
-            await self._unit.rollback()
-        finally:
-            await self._sessions.__aexit__(None, None, None)
+    def __aexit__(self, *_error: object) -> Coroutine[Any, Any, bool | None]:
+        return self._sessions.__aexit__(None, None, None)  # which rolls back what is left open
 
 
 class SqlUnit(Generic[Tx]):
@@ -190,7 +217,8 @@ class SqlUnit(Generic[Tx]):
         self._dialect = driver.dialect
         self._session = session
         self._begin = begin
-        self._saved = False
+        self._placed = False
+        """There is a savepoint in the open transaction."""
 
     @property
     def tx(self) -> Tx:
@@ -207,7 +235,14 @@ class SqlUnit(Generic[Tx]):
         return self._session.is_conflict(error)
 
     async def claim(self, record: Record) -> Found | None:
-        return await self._start(verbs.claim(self._dialect, record))
+        """The insert decides. Only when it did not insert do we look, and a look never answers "new"."""
+        inserted = await self._first(verbs.claim(self._dialect, record))
+        if inserted.changed == 1:
+            return None
+        found = await self._say(verbs.find(self._dialect, record.identity))
+        if found is None:
+            raise InFlight
+        return found
 
     async def take(self, found: Record, record: Record) -> bool:
         return await self._say(verbs.take(self._dialect, found, record))
@@ -218,11 +253,11 @@ class SqlUnit(Generic[Tx]):
     async def complete(self, record: Record) -> None:
         await self._say(verbs.complete(self._dialect, record))
 
-    async def commit(self) -> None:
-        await self._session.commit()
+    def commit(self) -> Coroutine[Any, Any, None]:
+        return self._session.commit()
 
-    async def rollback(self) -> None:
-        await self._session.rollback()
+    def rollback(self) -> Coroutine[Any, Any, None]:
+        return self._session.rollback()
 
     async def find(self, identity: Identity) -> Found | None:
         return await self._alone(verbs.find(self._dialect, identity))
@@ -313,15 +348,22 @@ class SqlUnit(Generic[Tx]):
         if not self.joined:
             return await self._at_once(plan)
         kept: list[KeptLine] = await self._start(plan)
+        if self._dialect.sets:
+            await self._say(self._queue.call(self._dialect, consumer))  # heard when the caller commits
         await self.commit()
         return kept
 
     async def claim_lanes(
         self, consumer: str, owner: str, *, most: int, lease: float, share: Share | None = None
     ) -> list[LaneClaim]:
-        return await self._at_once(self._queue.claim_lanes(self._dialect, consumer, owner, most, lease, share))
+        plan = self._queue.claim_lanes(self._dialect, consumer, owner, most=most, lease=lease, share=share)
+        return await self._at_once(plan)
 
-    async def take_lanes(self, owner: str, lanes: Sequence[bytes], *, most: int) -> Taken:
+    async def take_lanes(
+        self, owner: str, lanes: Sequence[bytes], *, most: int, idle_limit: float | None = None
+    ) -> Taken:
+        if idle_limit is not None and self._dialect.sets:
+            self._session.idle_limit = idle_limit  # type: ignore[attr-defined] # of PostgreSQL
         return await self._start(self._queue.take_lanes(self._dialect, owner, lanes, most))
 
     async def hold_lanes(self, owner: str, lanes: Sequence[bytes]) -> frozenset[bytes]:
@@ -337,12 +379,16 @@ class SqlUnit(Generic[Tx]):
         return await self._at_once(self._queue.stood(self._dialect, taken))
 
     async def savepoint(self) -> None:
-        again = "RELEASE SAVEPOINT onceward_turn; " if self._saved else ""
-        self._saved = True
-        await self._session.script(f"{again}SAVEPOINT onceward_turn")
+        await self._session.flush()
+        # Released first: a thousand savepoints, one in the other, are slow everywhere.
+        await self._session.script(("RELEASE onceward_turn;\n" if self._placed else "") + "SAVEPOINT onceward_turn;")
+        self._placed = True
 
     async def back_to_savepoint(self) -> None:
-        await self._session.script("ROLLBACK TO SAVEPOINT onceward_turn")
+        await self._session.forget()
+        if not self._session.stands:
+            raise Ended
+        await self._session.script("ROLLBACK TO onceward_turn;")
 
     async def close_lanes(self, closing: LaneClosing, *, consumer: str, host: str) -> None:
         await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))
@@ -358,6 +404,10 @@ class SqlUnit(Generic[Tx]):
 
     async def unmark_start(self, identity: Identity) -> None:
         await self._at_once(self._queue.unmark_start(self._dialect, identity))
+
+    async def call(self, consumer: str) -> None:
+        if self._driver.features.listens:
+            await self._at_once(self._queue.call(self._dialect, consumer))
 
     async def due_in(self, consumer: str, share: Share | None = None) -> float | None:
         return await self._at_once(self._queue.due_in(self._dialect, consumer, share))
@@ -381,12 +431,17 @@ class SqlUnit(Generic[Tx]):
 
     async def _start(self, plan: Plan[T]) -> T:
         """Begin a transaction with this plan; the caller ends it."""
-        self._saved = False
-        if self._begin is None:
-            return await run(plan, self._session.execute, first=self._session.begin)
+        self._placed = False
+        return await run(plan, self._session.execute, first=self._first)
+
+    def _first(self, statement: Statement) -> Coroutine[Any, Any, Result]:
+        """Begin a transaction with this statement, behind `on_begin` where there is one."""
+        return self._session.begin(statement) if self._begin is None else self._behind(self._begin, statement)
+
+    async def _behind(self, begin: Begin[Tx], statement: Statement) -> Result:
         await self._session.begin()
-        await self._begin(self._session.tx)
-        return await self._say(plan)
+        await begin(self._session.tx)
+        return await self._session.execute(statement)
 
     async def _at_once(self, plan: Plan[T]) -> T:
         """A transaction of its own; one statement is one by itself, and needs one trip."""

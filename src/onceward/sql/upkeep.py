@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from onceward.errors import SchemaMissing
-from onceward.identity import Identity, digest
+from onceward.identity import digest
 from onceward.record import Record, State
-from onceward.sql.dialect import Dialect, migrations
-from onceward.sql.plan import Plan
+from onceward.sql.catalog import added_columns, all_statements, made, migrations
+from onceward.sql.dialect import Dialect
+from onceward.sql.plan import Plan, Statement
 from onceward.sql.verbs import migrated, moment_of, record_of
 from onceward.stats import Part, Stats, stats_of
 from onceward.store import Sweepable, SweptBatch
@@ -86,42 +87,56 @@ def records(
 
 # --- stamping -------------------------------------------------------------------------------------------------
 
-COLUMNS = frozenset(Record.__struct_fields__) - {"retention"} | frozenset(Identity.__struct_fields__)
-"""Of the table onceward_records."""
 
-
-def stamp(dialect: Dialect) -> Plan[str | None]:
-    """Say that tables which somebody else made are of the newest version. The SQL that is still to be run, if any."""
+def stamp(dialect: Dialect) -> Plan[list[str]]:
+    """Say that tables which somebody else made are of the newest version. The SQL that is still to be run."""
     yield dialect("schema_lock")
     exists = yield dialect("schema_exists")
     if not exists.rows:
         yield dialect("schema_table")
-    columns = yield dialect("record_columns")
-    _check_columns({row["name"] for row in columns.rows})
-    token = yield dialect("token_exists")
-    if not token.rows:
-        yield dialect("token_column")
+    found = yield dialect("schema_made")
+    columns: dict[str, set[str]] = {}
+    others: dict[tuple[str, str], str | None] = {}
+    for row in found.rows:
+        if row["kind"] == "column":
+            columns.setdefault(row["name"], set()).add(row["body"])
+        else:
+            others[row["kind"], row["name"]] = row["body"]
+    _check_tables(dialect.name, columns)
+    for column, how in added_columns(dialect.name, "onceward_schema").items():
+        if column not in columns.get("onceward_schema", ()):
+            yield Statement(how)
     applied = yield dialect("schema_versions")
     versions = {row["version"] for row in applied.rows}
     for migration in migrations(dialect.name):
         if migration.version not in versions:
             yield from migrated(dialect, migration)
     yield dialect("token_filled")
-    function = yield dialect("function_missing")
-    return _function(dialect) if function.rows else None
+    return _left_out(dialect.name, others)
 
 
-def _check_columns(found: set[str]) -> None:
-    if not found:
-        raise SchemaMissing("there is no table onceward_records. Make it with your migrations first, then stamp it.")
-    missing = COLUMNS - found
-    if missing:
-        raise SchemaMissing(
-            f"onceward_records is not whole, it lacks {', '.join(sorted(missing))}. Compare it with `onceward schema`."
-        )
+def _check_tables(dialect: str, found: Mapping[str, set[str]]) -> None:
+    for table in (one for one in made(dialect) if one.kind == "table"):
+        if table.name not in found:
+            raise SchemaMissing(f"there is no table {table.name}. Make it with your migrations first, then stamp it.")
+        missing = set(table.columns) - found[table.name]
+        if missing:
+            raise SchemaMissing(
+                f"{table.name} is not whole, it lacks {', '.join(sorted(missing))}. Compare it with `onceward schema`."
+            )
 
 
-def _function(dialect: Dialect) -> str:
-    """The function of the first migration, in its own words."""
-    text = migrations(dialect.name)[0].sql
-    return text[text.index("CREATE FUNCTION onceward_id") :]
+def _left_out(dialect: str, found: Mapping[tuple[str, str], str | None]) -> list[str]:
+    """What tools do not make, and what is there in other words, as the migrations say it; then what they do at last."""
+    left_out = []
+    for one in made(dialect):
+        if one.kind not in {"sequence", "function", "trigger"}:
+            continue
+        there = (one.kind, one.name) in found
+        body = found.get((one.kind, one.name))
+        if there and (body is None or body == one.body or " ".join(body.split()) == one.body):
+            continue
+        if there and one.kind == "trigger":
+            left_out.append(f"DROP TRIGGER {one.name}")
+        left_out.append(one.sql.replace("CREATE FUNCTION", "CREATE OR REPLACE FUNCTION", 1))
+    return left_out + [statement for statement in all_statements(dialect) if statement.startswith("DO ")]

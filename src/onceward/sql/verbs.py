@@ -14,20 +14,15 @@ from onceward.identity import Identity
 from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.retention import milliseconds
-from onceward.sql.dialect import Dialect, Migration, migrations
-from onceward.sql.plan import Plan
-from onceward.store import ClaimLine, Closing, Done, Found, InFlight
+from onceward.sql.catalog import Migration, migrations
+from onceward.sql.dialect import Dialect
+from onceward.sql.plan import Plan, Statement
+from onceward.store import ClaimLine, Closing, Done, Found
 
 
-def claim(dialect: Dialect, record: Record) -> Plan[Found | None]:
-    """The insert decides. Only when it did not insert do we look, and a look never answers "new"."""
-    inserted = yield dialect("claim", _claim_params(dialect, record))
-    if inserted.changed == 1:
-        return None
-    found = yield from find(dialect, record.identity)
-    if found is None:
-        raise InFlight
-    return found
+def claim(dialect: Dialect, record: Record) -> Statement:
+    """What a unit begins with."""
+    return Statement(dialect.statements["claim"], _claim_params(dialect, record))
 
 
 def find(dialect: Dialect, identity: Identity) -> Plan[Found | None]:
@@ -223,10 +218,12 @@ def check_version(dialect: Dialect) -> Plan[None]:
             found=found, wanted=wanted,
         )  # fmt: skip
     if found > wanted:
-        raise SchemaTooNew(
-            f"the tables have version {found}, this onceward knows {wanted}. Upgrade the package.",
-            found=found, wanted=wanted,
-        )  # fmt: skip
+        since = yield dialect("schema_since", {"known": wanted})
+        if since.rows[0]["since"] > wanted:
+            raise SchemaTooNew(
+                f"the tables have version {found}, this onceward knows {wanted}. Upgrade the package.",
+                found=found, wanted=wanted,
+            )  # fmt: skip
 
 
 def token(dialect: Dialect) -> Plan[str]:
@@ -249,7 +246,11 @@ def pending_migrations(dialect: Dialect) -> Plan[list[Migration]]:
 
 
 def migrated(dialect: Dialect, migration: Migration) -> Plan[None]:
-    yield dialect("schema_applied", {"version": migration.version, "name": migration.name})
+    applied = {"version": migration.version, "name": migration.name}
+    if migration.since == migration.version:  # the column is younger than the first of them
+        yield dialect("schema_applied", applied)
+    else:
+        yield dialect("schema_applied_since", applied | {"since": migration.since})
 
 
 # --- records and rows ---------------------------------------------------------------------------------------
@@ -291,7 +292,7 @@ def _claim_params(dialect: Dialect, record: Record) -> dict[str, Any]:
         "handler": record.handler,
         "host": record.host,
         "occurred_at": None if record.occurred_at is None else dialect.moment(record.occurred_at),
-        "keep_ms": milliseconds(record.retention),
+        "keep_ms": None if record.retention is None else milliseconds(record.retention),
         "stream": record.stream,
         "position": record.position,
     }

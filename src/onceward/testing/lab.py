@@ -79,6 +79,10 @@ class Lab(ABC):
         """As if all that waits for a time in the queue, a next try or the end of a lease, had waited long enough."""
         raise NotImplementedError
 
+    async def back_to(self, version: int) -> None:
+        """The tables as an older version made them, with the records that are there; 0: no tables at all."""
+        raise NotImplementedError
+
     async def slow_commits(self) -> None:  # noqa: B027 - not every database can
         """Make a COMMIT take a moment, where the database can, so that something can happen meanwhile."""
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from onceward.sql.catalog import made, statements
+from onceward.sql.store import schema
 from onceward.sqlite import SqliteStore
 from onceward.store import Store
 from onceward.testing.lab import Lab
@@ -18,7 +20,28 @@ from onceward.testing.lab import Lab
 _TIMES = (("onceward_lanes", "run_at"), ("onceward_pending", "due"), ("onceward_records", "next_try_at"))
 
 
-class SqliteLab(Lab):
+class SqlLab(Lab):
+    """What the labs of SQL databases have in common."""
+
+    dialect = "postgresql"
+
+    async def back_to(self, version: int) -> None:
+        await self.query("CREATE TABLE kept_records AS SELECT * FROM onceward_records")
+        cascade = " CASCADE" if self.dialect == "postgresql" else ""
+        for kind in ("table", "sequence", "function"):
+            for one in made(self.dialect):
+                if one.kind == kind:
+                    await self.query(f"DROP {kind} IF EXISTS {one.name}{cascade}")
+        await self.query("DROP TABLE onceward_schema")
+        if version:
+            for statement in statements(schema(self.dialect, version), triggers=self.dialect == "sqlite"):
+                await self.query(statement)
+            await self.query("INSERT INTO onceward_records SELECT * FROM kept_records")
+        await self.query("DROP TABLE kept_records")
+
+
+class SqliteLab(SqlLab):
+    dialect = "sqlite"
     numbered = "n INTEGER PRIMARY KEY AUTOINCREMENT"
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +69,7 @@ class SqliteLab(Lab):
             return connection.execute(sql).fetchall()
 
 
-class PostgresLab(Lab):
+class PostgresLab(SqlLab):
     """On an empty database of its own."""
 
     multiple_statements = True

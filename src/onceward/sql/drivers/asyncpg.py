@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from typing import Any
-from weakref import WeakSet
 
 import asyncpg
+import msgspec
 
 from onceward.errors import StoreUnavailable, UsageError
 from onceward.shield import finish_here
-from onceward.sql.drivers.asyncpg_guard import GuardedConnection, acquire, put_on, release, take_off
+from onceward.sql.drivers.asyncpg_guard import GuardedConnection, Resets, acquire, put_on, take_off
+from onceward.sql.drivers.listening import Ring, listening
 from onceward.sql.drivers.pool_watch import PoolWatch
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
 from onceward.sql.plan import Result, Statement, gives_rows, numbered
@@ -19,7 +22,6 @@ from onceward.sql.plan import Result, Statement, gives_rows, numbered
 
 class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     def __init__(self, connection: asyncpg.Connection, resets: Resets | None = None) -> None:
-        super().__init__()
         self._connection = connection
         self._resets = resets
 
@@ -34,6 +36,8 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
         return bool(self._connection.is_closed())
 
     def _new_guard(self) -> Guard:
+        if self._resets is not None:  # what rode with the COMMIT before is said no longer
+            self._resets.done.discard(self._connection)
         return GuardedConnection(self._connection)
 
     def _in_transaction(self) -> bool:
@@ -49,14 +53,8 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
         """`statement_cache_size=0` is what asyncpg needs behind PgBouncer."""
         return self._connection if getattr(self._connection, "_stmt_cache_enabled", False) else None
 
-    async def begin(self, first: Statement | None = None) -> Result:
-        if self._resets is not None:
-            self._resets.used(self._connection)
-        return await super().begin(first)
-
-    async def _send(self, sql: str) -> str:
-        tag: str = await self._connection.execute(sql)
-        return tag
+    def _send(self, sql: str) -> Coroutine[Any, Any, str]:
+        return self._connection.execute(sql)  # type: ignore[no-any-return]
 
     async def _run(self, statement: Statement) -> Result:
         sql, names = numbered(statement.sql)
@@ -72,33 +70,23 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     def _ending(self) -> str:
         return "COMMIT" if self._resets is None else f"COMMIT; {self._connection.get_reset_query()}"
 
-    async def _commit(self) -> None:
-        await super()._commit()
-        if self._resets is not None:  # not when COMMIT was refused: then the trip has ended before the reset
-            self._resets.rode_with_commit(self._connection)
+    def _committed(self) -> None:
+        if self._resets is not None:
+            self._resets.done.add(self._connection)
 
     def _finish(self, work: Coroutine[Any, Any, None]) -> Awaitable[None]:
         return finish_here(work)  # asyncpg's own timeouts are timers, not cancellations
 
 
-class Resets:
-    """A pool resets a connection that comes back, with a trip of its own. In a pool of ours it rides with COMMIT."""
+_CONNECT_OPTIONS = set(inspect.signature(asyncpg.connect).parameters)
 
-    def __init__(self) -> None:
-        self._done: WeakSet[asyncpg.Connection] = WeakSet()
 
-    def used(self, connection: asyncpg.Connection) -> None:
-        self._done.discard(connection)
-
-    def rode_with_commit(self, connection: asyncpg.Connection) -> None:
-        self._done.add(connection)
-
-    async def reset(self, connection: asyncpg.Connection) -> None:
-        """For the pool: only where nothing was committed last. Whoever has the connection next may be the user."""
-        if connection in self._done:
-            self._done.discard(connection)
-        else:
-            await connection.execute(connection.get_reset_query())
+def _can_listen(pool: asyncpg.Pool | None, options: dict[str, Any]) -> bool:
+    """Behind PgBouncer, where statements are not cached, nobody hears a call; and a small pool has none to spare."""
+    if pool is None:
+        return options.get("statement_cache_size") != 0
+    cached = getattr(pool, "_connect_kwargs", {}).get("statement_cache_size") != 0
+    return cached and int(pool.get_max_size()) > 2
 
 
 class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
@@ -113,10 +101,11 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
     ) -> None:
         if (dsn is None) == (pool is None):
             raise UsageError("AsyncpgStore takes either dsn= or pool=")
-        super().__init__(pool, schema, PoolWatch(second_connection, put_on, take_off, acquire, release))
         self._dsn = dsn
         self._options = pool_options
         self._resets = Resets()
+        super().__init__(pool, schema, PoolWatch(second_connection, put_on, take_off, acquire, self._resets.release))
+        self.features = msgspec.structs.replace(self.features, listens=_can_listen(pool, pool_options))
 
     async def _create_pool(self) -> asyncpg.Pool:
         options: dict[str, Any] = {"min_size": 1, "max_size": 10, "reset": self._resets.reset} | self._options
@@ -130,6 +119,26 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
             await asyncio.wait_for(pool.close(), 10.0)
         except TimeoutError:
             pool.terminate()
+
+    def listening(self, channel: str, ring: Ring) -> AbstractAsyncContextManager[None]:
+        return listening(self._listen, channel, ring)
+
+    async def _listen(self, channel: str, ring: Ring) -> None:
+        lost = asyncio.Event()
+        if self._given is not None:
+            connection = await self._given.acquire()
+        else:
+            options = {name: value for name, value in self._options.items() if name in _CONNECT_OPTIONS}
+            connection = await asyncpg.connect(self._dsn, **options)
+        try:
+            connection.add_termination_listener(lambda *_: lost.set())
+            await connection.add_listener(channel, lambda *_: ring())
+            ring()  # it may have been said a moment ago
+            await lost.wait()
+        finally:
+            connection.terminate()
+            if self._given is not None:
+                await self._given.release(connection)
 
     def session_on(self, connection: Any) -> AsyncpgSession:
         # The pool's proxy forgets its connection when that is lost; we still want to ask it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import cache
 from typing import Any
@@ -10,11 +10,14 @@ from typing import Any
 import asyncpg
 
 from onceward.errors import HandlerEndedTransaction, UsageError
-from onceward.shield import finish_here
+from onceward.shield import finish_here, within
 from onceward.sql.drivers.pool_watch import noticed
 from onceward.sql.drivers.postgresql import Guard
 
 _ENDS_CONNECTION = {"close", "terminate", "reset"}
+
+RESET_WITHIN = 5.0
+"""Seconds that a pool may take to reset a connection. One that does not answer is closed."""
 
 
 class GuardedConnection(Guard):
@@ -24,28 +27,30 @@ class GuardedConnection(Guard):
     whether the transaction still stands, and when it does not, HandlerEndedTransaction is raised.
     """
 
+    _savepoints = 0
+
     def __init__(self, connection: asyncpg.Connection) -> None:
-        super().__init__()
         self._connection = connection
-        self._savepoints = 0
 
-    async def execute(self, query: str, *args: Any, timeout: float | None = None) -> str:
-        return await self._guarded(self._connection.execute, query, *args, timeout=timeout)  # type: ignore[no-any-return]
+    # Not async: each would be one more coroutine around the one that does the work.
 
-    async def executemany(self, command: str, args: Any, *, timeout: float | None = None) -> None:
-        await self._guarded(self._connection.executemany, command, args, timeout=timeout)
+    def execute(self, query: str, *args: Any, timeout: float | None = None) -> Coroutine[Any, Any, str]:
+        return self._guarded(self._connection.execute(query, *args, timeout=timeout))
 
-    async def fetch(self, query: str, *args: Any, **options: Any) -> list[Any]:
-        return await self._guarded(self._connection.fetch, query, *args, **options)  # type: ignore[no-any-return]
+    def executemany(self, command: str, args: Any, *, timeout: float | None = None) -> Coroutine[Any, Any, None]:
+        return self._guarded(self._connection.executemany(command, args, timeout=timeout))
 
-    async def fetchrow(self, query: str, *args: Any, **options: Any) -> Any:
-        return await self._guarded(self._connection.fetchrow, query, *args, **options)
+    def fetch(self, query: str, *args: Any, **options: Any) -> Coroutine[Any, Any, list[Any]]:
+        return self._guarded(self._connection.fetch(query, *args, **options))
 
-    async def fetchval(self, query: str, *args: Any, **options: Any) -> Any:
-        return await self._guarded(self._connection.fetchval, query, *args, **options)
+    def fetchrow(self, query: str, *args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
+        return self._guarded(self._connection.fetchrow(query, *args, **options))
 
-    async def fetchmany(self, query: str, args: Any, **options: Any) -> Any:
-        return await self._guarded(self._connection.fetchmany, query, args, **options)
+    def fetchval(self, query: str, *args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
+        return self._guarded(self._connection.fetchval(query, *args, **options))
+
+    def fetchmany(self, query: str, args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
+        return self._guarded(self._connection.fetchmany(query, args, **options))
 
     @asynccontextmanager
     async def transaction(self, **options: Any) -> AsyncIterator[None]:
@@ -75,10 +80,14 @@ class GuardedConnection(Guard):
         self.check()
         return getattr(self._connection, name)
 
-    async def _guarded(self, verb: Any, *args: Any, **options: Any) -> Any:
-        self.enter()
+    async def _guarded(self, verb: Coroutine[Any, Any, Any]) -> Any:
         try:
-            return await verb(*args, **options)
+            self.enter()
+        except BaseException:
+            verb.close()
+            raise
+        try:
+            return await verb
         finally:
             self.leave(stands=self._connection.is_closed() or self._connection.is_in_transaction())
 
@@ -104,13 +113,33 @@ def take_off(pool: Any) -> None:
     pool.__class__ = type(pool).__mro__[2]
 
 
-async def acquire(pool: Any, wait: float) -> Any:
-    return await pool.acquire(timeout=wait)
+def acquire(pool: Any, wait: float) -> Awaitable[Any]:
+    return within(wait, pool.acquire())
 
 
-async def release(pool: Any, proxy: Any) -> None:
-    try:
-        await finish_here(pool.release(proxy))  # asyncpg sets its timeouts in a task of its own
-    except Exception:  # noqa: BLE001 - a connection that died on its way back says nothing about the message
-        with suppress(Exception):
-            proxy.terminate()
+class Resets:
+    """A pool resets a connection that comes back, with a trip of its own. In a pool of ours it rides with COMMIT."""
+
+    def __init__(self) -> None:
+        self.done: set[asyncpg.Connection] = set()
+        """Those on which the last thing said was a COMMIT with the reset behind it. They are about to be released."""
+
+    async def reset(self, connection: asyncpg.Connection) -> None:
+        """For the pool. Whoever has the connection next may be the user."""
+        if connection not in self.done:
+            await connection.execute(connection.get_reset_query())
+
+    async def release(self, pool: Any, proxy: Any) -> None:
+        connection = proxy._con  # noqa: SLF001
+        try:
+            if connection in self.done:
+                # Nothing is left to be sent, so it needs neither the task of pool.release() nor a limit of time.
+                connection._on_release()  # noqa: SLF001
+                await finish_here(proxy._holder.release(None))  # noqa: SLF001
+            else:
+                await finish_here(pool.release(proxy, timeout=RESET_WITHIN))  # it is set in a task of its own
+        except Exception:  # noqa: BLE001 - a connection that died on its way back says nothing about the message
+            with suppress(Exception):
+                proxy.terminate()
+        finally:
+            self.done.discard(connection)

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from onceward.errors import HandlerEndedTransaction, TransactionUnusable, UsageError
 from onceward.shield import finish
+from onceward.sql.driver import HoldsNothing
 from onceward.sql.plan import Result, Statement
 
 FAILED = "the transaction that you gave has failed: roll it back, and begin another one"
@@ -28,7 +29,7 @@ class SavepointGone(Exception):
     """Our savepoint is not there any more: the caller ended it, or the transaction around it."""
 
 
-class JoinedSession(ABC):
+class JoinedSession(HoldsNothing, ABC):
     """What every kind of handle does; the primitives are at the end."""
 
     lost = gone = False
@@ -124,10 +125,10 @@ class JoinedSession(ABC):
 
     # --- primitives -------------------------------------------------------------------------------------------
 
-    async def prepare(self) -> None:  # noqa: B027 - most know without asking
+    async def prepare(self) -> None:
         """Find out which dialect it is."""
 
-    def _check(self) -> None:  # noqa: B027 - not every handle can tell
+    def _check(self) -> None:
         """TransactionUnusable, where that is known without asking the database."""
 
     def _connection(self) -> Any:

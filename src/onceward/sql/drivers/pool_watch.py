@@ -7,7 +7,7 @@ one. How a pool is made to call `noticed` is the driver's business; it is left a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any
 
@@ -37,7 +37,8 @@ _watches: dict[int, PoolWatch] = {}
 
 def noticed(pool: Any, timeout: float | None) -> float | None:
     """Called by a watched pool on every acquire. Gives the timeout to use: inside a handler there always is one."""
-    return _watches[id(pool)].noticed(pool, timeout)
+    held = _active()
+    return timeout if held is None or held.pool is not pool else _watches[id(pool)].noticed(timeout)
 
 
 def hold(connection: Any) -> Hold:
@@ -72,21 +73,24 @@ def held_of(pool: Any) -> Hold | None:
 class PoolWatch:
     """`put_on` makes a pool call `noticed` and `take_off` ends that; `acquire` and `release` are the driver's."""
 
+    joins = False
+    """What is acquired has a connection of SQLAlchemy's, which sessions can join."""
+
     def __init__(
         self,
         reaction: str,
         put_on: Callable[[Any], None],
         take_off: Callable[[Any], None],
         acquire: Callable[[Any, float], Awaitable[Any]],
-        release: Callable[[Any, Any], Awaitable[None]],
+        release: Callable[[Any, Any], Coroutine[Any, Any, None]],
     ) -> None:
         if reaction not in ("warn", "raise", "allow"):
             raise UsageError('second_connection= is "warn", "raise" or "allow"')
         self._reaction = reaction
         self._put_on = put_on
         self._take_off = take_off
-        self._acquire = acquire
-        self._release = release
+        self.acquire = acquire
+        self.release = release
         self.timeout = 10.0
 
     def attach(self, pool: Any) -> None:
@@ -103,20 +107,9 @@ class PoolWatch:
         """A connection for the inbox itself, for as long as a unit needs it."""
         return Lent(self, pool, wait)
 
-    async def acquire(self, pool: Any, wait: float) -> Any:
-        before = _hold.set(None)
-        try:
-            # With 0 even a free connection comes too late.
-            return await self._acquire(pool, max(wait, 0.05))
-        finally:
-            _hold.reset(before)
-
-    async def release(self, pool: Any, connection: Any) -> None:
-        await self._release(pool, connection)
-
-    def noticed(self, pool: Any, timeout: float | None) -> float | None:
-        held, run = _active(), current_or_none()
-        if held is None or run is None or held.pool is not pool:
+    def noticed(self, timeout: float | None) -> float | None:
+        run = current_or_none()
+        if run is None:
             return timeout
         text = (
             f"the handler {run.handler!r} took a second connection from the pool of its own inbox. What it writes "
@@ -139,12 +132,18 @@ class Lent:
         self._wait = wait
 
     async def __aenter__(self) -> Any:
-        connection = self._connection = await self._watch.acquire(self._pool, self._wait)
-        self._held = Hold(self._pool, getattr(connection, "joinable", None), before=_active())
+        before = _hold.set(None)
+        try:
+            # With 0 even a free connection comes too late.
+            connection = self._connection = await self._watch.acquire(self._pool, max(self._wait, 0.05))
+        finally:
+            _hold.reset(before)
+        joinable = connection.joinable if self._watch.joins else None
+        self._held = Hold(self._pool, joinable, before=_active())
         self._token = _hold.set(self._held)
         return connection
 
-    async def __aexit__(self, *_error: object) -> None:
+    def __aexit__(self, *_error: object) -> Coroutine[Any, Any, None]:
         self._held.active = False
         _hold.reset(self._token)
-        await self._watch.release(self._pool, self._connection)
+        return self._watch.release(self._pool, self._connection)

@@ -9,9 +9,11 @@ our back is found out by state, not by reading its SQL.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import lru_cache
+from operator import itemgetter
 from secrets import token_hex
 from typing import Any, Generic, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -30,6 +32,7 @@ from onceward.errors import (
 from onceward.identity import digest
 from onceward.shield import finish
 from onceward.sql import dialect
+from onceward.sql.driver import HoldsNothing
 from onceward.sql.drivers.pool_watch import PoolWatch
 from onceward.sql.plan import Result, Statement, gives_rows, inlined, literals, numbered
 from onceward.store import Features
@@ -45,6 +48,13 @@ _NO_STATEMENT = "26000"
 _STATEMENT_EXISTS = "42P05"
 _AWAY = ("08", "57P")  # connection exceptions; shutdown, crash, cannot connect now
 
+_TOKENS, _numbers = token_hex(8), itertools.count()
+"""Each transaction has a token that no other has."""
+
+_BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL onceward.token = "
+# A killed process must not hold its claim until a long statement of its handler ends.
+_BEGIN_14 = _BEGIN.replace("SET", "SET LOCAL client_connection_check_interval = '2s'; SET", 1)
+
 LOCATE = Statement(
     "SELECT nspname::text AS schema FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace "
     "WHERE pg_class.oid = to_regclass('onceward_records')"
@@ -55,14 +65,13 @@ LOCATE = Statement(
 class Guard:
     """What a driver's handle for handlers is built on: it notices when the transaction ends, and who still runs."""
 
-    def __init__(self) -> None:
-        self._over = False
-        self._ended = False
-        self._idle: asyncio.Future[None] | None = None
-        self.broken = False
-        """A savepoint could not be undone, so nobody knows what would be committed."""
-        self.running = 0
-        """Verbs that have been called and have not come back."""
+    _over = False
+    _ended = False
+    _idle: asyncio.Future[None] | None = None
+    broken = False
+    """A savepoint could not be undone, so nobody knows what would be committed."""
+    running = 0
+    """Verbs that have been called and have not come back."""
 
     def end_of_run(self) -> bool:
         """Refuse further use. True when the handler had ended the transaction before."""
@@ -87,7 +96,8 @@ class Guard:
             raise HandlerEndedTransaction
 
     def enter(self) -> None:
-        self.check()
+        if self._over or self._ended:
+            self.check()
         self.running += 1
 
     def leave(self, *, stands: bool) -> None:
@@ -100,13 +110,12 @@ class Guard:
             raise HandlerEndedTransaction
 
 
-class PostgresSession(ABC, Generic[Tx]):
+class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     """One connection for a unit of work. Drivers fill in the primitives at the end."""
 
-    def __init__(self) -> None:
-        self._token = ""
-        self._guard: Guard | None = None
-        self._abandoned = False
+    _token = ""
+    _guard: Guard | None = None
+    _abandoned = False
 
     @property
     def lost(self) -> bool:
@@ -117,48 +126,49 @@ class PostgresSession(ABC, Generic[Tx]):
         guard = self._guard
         return guard is not None and not guard.has_ended and self._in_transaction()
 
-    async def begin(self, first: Statement | None = None) -> Result:
-        self._token = token_hex(8)
-        self._guard = self._new_guard()
-        trip = f"BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL onceward.token = '{self._token}'"
-        if self._server_version() >= 14:
-            # A killed process must not hold its claim until a long statement of its handler ends.
-            trip += "; SET LOCAL client_connection_check_interval = '2s'"
-        # A text literal means what we say only with standard_conforming_strings.
-        if first is not None and not gives_rows(first.sql) and self._has_standard_strings():
-            return Result((), count(await self._begin_with(trip, first)))
-        await self._say(trip)
-        return await self.execute(first) if first is not None else Result((), 0)
+    idle_limit: float | None = None
+    """Seconds that a transaction may be silent: then the server ends it, and whoever froze in it holds nobody up."""
 
-    async def _begin_with(self, trip: str, first: Statement) -> str:
-        """BEGIN and a statement in one trip. As EXECUTE of a prepared one it costs the server half as much."""
+    async def begin(self, first: Statement | None = None) -> Result:
+        self._token = f"{_TOKENS}{next(_numbers)}"
+        self._guard = self._new_guard()
+        trip = f"{_BEGIN_14 if self._server_version() >= 14 else _BEGIN}'{self._token}'"
+        if self.idle_limit is not None:
+            trip += f"; SET LOCAL idle_in_transaction_session_timeout = {int(self.idle_limit * 1000)}"
+        # A text literal means what we say only with standard_conforming_strings.
+        if first is None or gives_rows(first.sql) or not self._has_standard_strings():
+            await self._say(trip)
+            return await self.execute(first) if first is not None else Result((), 0)
         connection = self._prepares_on()
         if connection is None:
-            return await self._say(f"{trip}; {inlined(first)}")
-        prepared = _prepared.setdefault(connection, set())
-        if first.sql not in prepared:
-            await self._prepare(first, prepared)
+            return Result((), count(await self._say(f"{trip}; {inlined(first)}")))
+        # As EXECUTE of a prepared statement it costs the server half as much.
+        prepared = _prepared.get(connection)
+        if prepared is None or first.sql not in prepared:
+            await self._prepare(connection, first)
         try:
-            return await self._send(f"{trip}; {executing(first)}")
+            tag = await self._send(f"{trip}; {executing(first)}")
         except Exception as error:  # noqa: BLE001 - told apart there
             if getattr(error, "sqlstate", None) != _NO_STATEMENT:
                 self._raise(error)
-        # A handler said DISCARD ALL or DEALLOCATE ALL. Nothing was done yet.
-        await self._say("ROLLBACK")
-        await self._prepare(first, prepared)
-        return await self._say(f"{trip}; {executing(first)}")
+            # A handler said DISCARD ALL or DEALLOCATE ALL. Nothing was done yet.
+            await self._say("ROLLBACK")
+            await self._prepare(connection, first)
+            tag = await self._say(f"{trip}; {executing(first)}")
+        return Result((), count(tag))
 
-    async def _prepare(self, statement: Statement, prepared: set[str]) -> None:
+    async def _prepare(self, connection: Any, statement: Statement) -> None:
         name, sql, _ = preparable(statement.sql)
         try:
             await self._send(f"PREPARE {name} AS {sql}")
         except Exception as error:  # noqa: BLE001 - told apart there
             if getattr(error, "sqlstate", None) != _STATEMENT_EXISTS:  # a first try that was cancelled
                 self._raise(error)
-        prepared.add(statement.sql)
+        _prepared.setdefault(connection, set()).add(statement.sql)
 
     async def execute(self, statement: Statement) -> Result:
-        self._check_idle(self._guard)
+        if self._guard is not None and self._guard.running:
+            self._refuse_left_behind()
         try:
             return await self._run(statement)
         except Exception as error:  # noqa: BLE001 - told apart there
@@ -203,17 +213,17 @@ class PostgresSession(ABC, Generic[Tx]):
         if guard is None:
             raise UsageError("there is no transaction to commit")
         ended = guard.end_of_run()
-        self._check_idle(guard)
+        if guard.running:
+            self._refuse_left_behind()
         if ended or not self._in_transaction():
             raise HandlerEndedTransaction
         if guard.broken:
             raise UsageError("two tasks of the handler used tx.transaction() at the same time, and one was not undone")
         await self._finish(self._commit())
 
-    def _check_idle(self, guard: Guard | None) -> None:
-        if guard is not None and guard.running:
-            self._abandon()
-            raise UsageError("a task that the handler left behind still uses tx; await it before the handler returns")
+    def _refuse_left_behind(self) -> NoReturn:
+        self._abandon()
+        raise UsageError("a task that the handler left behind still uses tx; await it before the handler returns")
 
     async def _commit(self) -> None:
         try:
@@ -230,6 +240,7 @@ class PostgresSession(ABC, Generic[Tx]):
             raise  # the database refused: a deferred constraint, a serialization failure
         if tag == "ROLLBACK":
             raise CommitNotApplied(f"COMMIT was answered with {tag}: nothing was written")
+        self._committed()
 
     async def rollback(self) -> None:
         guard, self._guard = self._guard, None
@@ -307,7 +318,7 @@ class PostgresSession(ABC, Generic[Tx]):
         """The connection, as it remembers prepared statements; None behind a pooler, where it may be any."""
 
     @abstractmethod
-    async def _send(self, sql: str) -> str:
+    def _send(self, sql: str) -> Coroutine[Any, Any, str]:
         """Several statements without parameters, in one trip. The last command tag."""
 
     @abstractmethod
@@ -321,6 +332,9 @@ class PostgresSession(ABC, Generic[Tx]):
         """COMMIT, and what may ride with it. It is reached only by a transaction that is alive."""
         return "COMMIT"
 
+    def _committed(self) -> None:
+        """After that trip, when it came to its end."""
+
     def _finish(self, work: Coroutine[Any, Any, None]) -> Awaitable[None]:
         """How work that must not be cancelled is awaited."""
         return finish(work)
@@ -329,9 +343,8 @@ class PostgresSession(ABC, Generic[Tx]):
 class PostgresDriver(ABC, Generic[Tx]):
     """A pool of ours or of the user's, and sessions on its connections. Drivers fill in the primitives at the end."""
 
-    features = Features(guards_pool=True, errors_abort=True)
-
     def __init__(self, given: Any, schema: str | None, watch: PoolWatch) -> None:
+        self.features = Features(guards_pool=True, errors_abort=True)
         self.schema = schema
         self.dialect = dialect.postgresql(schema)
         self.watch = watch
@@ -425,16 +438,16 @@ _prepared: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 @lru_cache(maxsize=256)
-def preparable(sql: str) -> tuple[str, str, tuple[str, ...]]:
-    """A name for it, its text with $1, and the names of its parameters."""
+def preparable(sql: str) -> tuple[str, str, Callable[[Mapping[str, Any]], Iterable[Any]]]:
+    """A name for it, its text with $1, and what picks its parameters in their order."""
     text, names = numbered(sql)
-    return f"onceward_{digest(sql)[:8].hex()}", text, names
+    pick = itemgetter(*names) if len(names) > 1 else lambda params: [params[name] for name in names]
+    return f"onceward_{digest(sql)[:8].hex()}", text, pick
 
 
 def executing(statement: Statement) -> str:
-    name, _, names = preparable(statement.sql)
-    params = statement.params
-    return f"EXECUTE {name}({', '.join(literals([params[one] for one in names]))})"
+    name, _, pick = preparable(statement.sql)
+    return f"EXECUTE {name}({', '.join(literals(pick(statement.params)))})"
 
 
 def count(tag: str) -> int:

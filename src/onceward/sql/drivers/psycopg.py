@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import psycopg
+from psycopg import sql as compose
 from psycopg.pq import TransactionStatus
 from psycopg.rows import dict_row
 from psycopg.transaction import OutOfOrderTransactionNesting
@@ -20,6 +22,7 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from onceward.errors import HandlerEndedTransaction, StoreUnavailable, UsageError
 from onceward.shield import finish
+from onceward.sql.drivers.listening import Ring, listening
 from onceward.sql.drivers.pool_watch import PoolWatch, noticed
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
 from onceward.sql.plan import PARAMETER, Result, Statement, gives_rows
@@ -37,7 +40,6 @@ class GuardedConnection(Guard):
     """
 
     def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        super().__init__()
         self._connection = connection
 
     async def execute(self, query: Any, params: Any = None, **options: Any) -> psycopg.AsyncCursor[Any]:
@@ -74,7 +76,6 @@ class GuardedConnection(Guard):
 
 class PsycopgSession(PostgresSession["psycopg.AsyncConnection[Any]"]):
     def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        super().__init__()
         self._connection = connection
 
     @property
@@ -157,6 +158,7 @@ class PsycopgDriver(PostgresDriver["psycopg.AsyncConnection[Any]"]):
         super().__init__(pool, schema, PoolWatch(second_connection, _put_on, _take_off, _acquire, _release))
         self._conninfo = conninfo
         self._options = pool_options
+        self.features = msgspec.structs.replace(self.features, listens=_can_listen(pool, pool_options))
 
     async def _create_pool(self) -> AsyncConnectionPool[Any]:
         options: dict[str, Any] = {"min_size": 1, "max_size": 10, "timeout": 10.0} | self._options
@@ -176,8 +178,38 @@ class PsycopgDriver(PostgresDriver["psycopg.AsyncConnection[Any]"]):
     async def _close_pool(self, pool: AsyncConnectionPool[Any]) -> None:
         await pool.close(timeout=10.0)
 
+    def listening(self, channel: str, ring: Ring) -> AbstractAsyncContextManager[None]:
+        return listening(self._listen, channel, ring)
+
+    async def _listen(self, channel: str, ring: Ring) -> None:
+        if self._given is not None:
+            async with self._given.connection() as connection:
+                await connection.set_autocommit(True)
+                try:
+                    await _hear(connection, channel, ring)
+                finally:
+                    await connection.close()  # it must not go back with a LISTEN on it
+        else:
+            options = dict(self._options.get("kwargs") or {})
+            async with await psycopg.AsyncConnection.connect(self._conninfo or "", autocommit=True, **options) as own:
+                await _hear(own, channel, ring)
+
     def session_on(self, connection: Any) -> PsycopgSession:
         return PsycopgSession(connection)
+
+
+async def _hear(connection: psycopg.AsyncConnection[Any], channel: str, ring: Ring) -> None:
+    await connection.execute(compose.SQL("LISTEN {}").format(compose.Identifier(channel)))
+    ring()  # it may have been said a moment ago
+    async for _ in connection.notifies():
+        ring()
+
+
+def _can_listen(pool: AsyncConnectionPool[Any] | None, options: dict[str, Any]) -> bool:
+    """Behind PgBouncer, where nothing is prepared, nobody hears a call; and a small pool has none to spare."""
+    kwargs = (options.get("kwargs") if pool is None else pool.kwargs) or {}
+    prepares = not isinstance(kwargs, dict) or kwargs.get("prepare_threshold", 5) is not None
+    return prepares and (pool is None or pool.max_size > 2)
 
 
 async def _acquire(pool: Any, wait: float) -> Any:

@@ -86,6 +86,25 @@ class OrmTransaction:
                 await _told(session.commit())  # for those who listen to after_commit; nothing is sent
         await self._leave()
 
+    async def flush(self) -> None:
+        session = self._session
+        if session is not None:
+            if not session.is_active:
+                raise CommitNotApplied("a flush failed inside the handler, and the error was swallowed")
+            await session.flush()
+        if not self._root.is_active:
+            raise HandlerEndedTransaction("the handler called rollback() on its session and returned")
+        check_shared(self.connection)
+
+    async def forget(self) -> None:
+        """Below, the transaction goes on; above it there will be a new session, which knows nothing of it."""
+        session, self._session = self._session, None
+        ledger = ledger_of(self.connection)
+        if ledger is not None:
+            ledger.ended()
+        if session is not None:
+            await _told(session.close())
+
     async def ended(self) -> bool:
         """A session that rolled back has ended it cleanly, unless the handler went on: then it wrote on its own."""
         if self._root is not None and not self._root.is_active and not self.connection.in_transaction():
@@ -179,7 +198,9 @@ def take_off(engine: AsyncEngine) -> None:
 
 
 def watch_for(reaction: str) -> PoolWatch:
-    return PoolWatch(reaction, put_on, take_off, acquire, release)
+    watch = PoolWatch(reaction, put_on, take_off, acquire, release)
+    watch.joins = True
+    return watch
 
 
 class SqlAlchemyPostgresDriver(PostgresDriver[AsyncSession]):

@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from functools import lru_cache
 from typing import Any, NoReturn, Self, cast
@@ -21,8 +21,10 @@ from onceward.errors import (
 )
 from onceward.shield import finish
 from onceward.sql import dialect
+from onceward.sql.driver import HoldsNothing
+from onceward.sql.drivers.sqlite_line import was_closed
 from onceward.sql.drivers.sqlite_writer import Group, Turn, Writer, connect, primary_code, raise_translated
-from onceward.sql.plan import Result, Statement
+from onceward.sql.plan import Result, Statement, numbered
 from onceward.store import Conflict, Features
 
 
@@ -46,7 +48,7 @@ class Transaction:
 
     async def execute(self, sql: str, *params: Any) -> int:
         cursor = self._run(sql, params)
-        return len(cursor.fetchall()) if cursor.description else cursor.rowcount
+        return cursor.rowcount if cursor.description is None else len(cursor.fetchall())
 
     async def executemany(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
         return sum(self._run(sql, tuple(row)).rowcount for row in rows)
@@ -98,7 +100,7 @@ class Transaction:
         return self._execute(self, sql, params)
 
 
-class SqliteSession:
+class SqliteSession(HoldsNothing):
     """A unit's transactions: each one a savepoint of the group that its turn is part of."""
 
     def __init__(self, writer: Writer, wait: float) -> None:
@@ -109,7 +111,6 @@ class SqliteSession:
         self._ended = False
         self._leans_on: Group | None = None
         """Whose writes it saw before they were committed, until it commits with them."""
-        self._savepoint = f"onceward_{writer.secret}"
         self.lost = False
 
     @property
@@ -163,33 +164,38 @@ class SqliteSession:
         self._ended = self.lost = False
         self._leans_on = self._writer.uncommitted()
         self._tx = Transaction(self._handler_execute)
-        self._raw(f"SAVEPOINT {self._savepoint}")
-        return await self.execute(first) if first is not None else Result((), 0)
+        self._raw(self._writer.savepoint)
+        return Result((), 0) if first is None else self._result(first)
 
     async def execute(self, statement: Statement) -> Result:
-        cursor = self._raw(statement.sql, statement.params)
+        return self._result(statement)
+
+    def _result(self, statement: Statement) -> Result:
+        sql, names = numbered(statement.sql, "?")
+        cursor = self._raw(sql, tuple(map(statement.params.__getitem__, names)))
+        if cursor.description is None:
+            return Result((), cursor.rowcount)
         rows = cursor.fetchall()
-        return Result(rows, len(rows) if cursor.description else cursor.rowcount)
+        return Result(rows, len(rows))
 
     async def script(self, sql: str) -> None:
         for statement in statements_of(sql):
             self._raw(statement)
 
-    def _raw(self, sql: str, params: Any = ()) -> sqlite3.Cursor:
-        if self._writer.closed:
-            self.lost = True
-            raise StoreUnavailable(f"{self._writer.path} was closed while it was in use")
+    def _raw(self, sql: str, params: tuple[Any, ...] = ()) -> sqlite3.Cursor:
         self._writer.guarding = False
         try:
-            return self._writer.connection.execute(sql, params)
+            return self._writer.cursor.execute(sql, params)
         except sqlite3.Error as error:
             self._look_alive()
+            if self._writer.closed:
+                raise was_closed(self._writer.path) from error
             raise_for(error, self._writer.path)
 
     async def ended(self) -> bool:
         return self._ended
 
-    async def commit(self) -> None:
+    def commit(self) -> Coroutine[Any, Any, None]:
         """Into the group, and then wait for the group's COMMIT, which says for all of its members what happened."""
         if self._turn is None or self._tx is None:
             raise UsageError("there is no transaction to commit")
@@ -202,11 +208,11 @@ class SqliteSession:
             raise StoreUnavailable(
                 f"{self._writer.path} ended the transaction: the disk is full, or the store was closed"
             )
-        self._raw(f"RELEASE {self._savepoint}")
+        self._raw(self._writer.release)
         self._tx = self._leans_on = None
         group = self._writer.join_group()
         self._give_turn()
-        await self._writer.wait_for(group)
+        return self._writer.wait_for(group)
 
     async def rollback(self) -> None:
         if self._tx is None:
@@ -217,8 +223,8 @@ class SqliteSession:
         if not self._writer.alive:
             self._give_turn()  # the group is over, and its members have to hear it
         elif not self.lost:
-            self._raw(f"ROLLBACK TO {self._savepoint}")
-            self._raw(f"RELEASE {self._savepoint}")
+            self._raw(self._writer.undo)
+            self._raw(self._writer.release)
 
     def _give_turn(self) -> None:
         turn, self._turn = self._turn, None
@@ -230,7 +236,8 @@ class SqliteSession:
         return self
 
     async def __aexit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
-        await self.rollback()
+        if self._tx is not None:
+            await self.rollback()
         self._give_turn()
         if self._leans_on is not None and (error is None or isinstance(error, PayloadMismatch)):
             # "Duplicate" is an answer only once what it was told from is committed.
@@ -251,6 +258,8 @@ def statements_of(sql: str) -> Iterator[str]:
         if sqlite3.complete_statement(pending):
             yield pending
             pending = ""
+    if pending.strip():
+        yield pending
 
 
 def raise_for(error: sqlite3.Error, path: str) -> NoReturn:
@@ -259,7 +268,7 @@ def raise_for(error: sqlite3.Error, path: str) -> NoReturn:
     raise_translated(error, path)
 
 
-class SqliteReadSession:
+class SqliteReadSession(HoldsNothing):
     """Reads what is committed, on a connection of its own: in WAL mode nothing makes it wait."""
 
     lost = gone = False

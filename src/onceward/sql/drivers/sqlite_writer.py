@@ -1,8 +1,8 @@
 """The one writer of a SQLite database in this process: turns, groups and the thread that waits for the disk.
 
 SQLite has a single write lock, and a commit costs an fsync. So units of work take turns on one connection, each
-in a savepoint of a shared transaction, and are acknowledged together after the group's COMMIT: when nobody waits
-for a turn, or when the group is full. Short statements run on the event loop's thread, where they cost
+in a savepoint of a shared transaction, and are acknowledged together after the group's COMMIT: when nobody comes
+any more, or when the group is full. Short statements run on the event loop's thread, where they cost
 microseconds; only COMMIT, which waits for the disk, goes to a thread. BEGIN IMMEDIATE never blocks: while another
 process has the lock it is tried again every few milliseconds, which is also fairer than SQLite's own waiting.
 """
@@ -14,14 +14,14 @@ import contextlib
 import random
 import sqlite3
 import time
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from secrets import token_hex
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from onceward.errors import NestedProcess, StoreReadOnly, StoreUnavailable, TryLater
 from onceward.shield import wait_out
+from onceward.sql.drivers.sqlite_line import Line, was_closed
 from onceward.store import Conflict
 
 GROUP = 100
@@ -112,16 +112,10 @@ def _tell(waiting: asyncio.Future[None], error: Exception | None) -> None:
         waiting.set_exception(error)
 
 
-class Waiting(NamedTuple):
-    """Somebody who waits for the turn, and until when."""
-
-    turn: asyncio.Future[None]
-    deadline: float
-    wait: float
-
-
 class Turn:
     """The right to use the writer's connection, from `take` to `give`."""
+
+    __slots__ = ("active", "outer", "writer")
 
     def __init__(self, writer: Writer, outer: Turn | None) -> None:
         self.writer = writer
@@ -138,21 +132,25 @@ class Writer:
     def __init__(self, path: str) -> None:
         self.path = path
         self.connection: sqlite3.Connection
+        self.cursor: sqlite3.Cursor
+        """For our own statements, whose rows are read at once: a new one for each costs as much as a savepoint."""
         # Our own statements carry a secret, so that a handler's "COMMIT" is never served from the statement cache,
         # where the authorizer would not see it.
         self.secret = token_hex(8)
         self.guarding = False
         self.refused_setting = False
         self.closed = False
+        self.savepoint = f"SAVEPOINT onceward_{self.secret}"
+        self.release = f"RELEASE onceward_{self.secret}"
+        self.undo = f"ROLLBACK TO onceward_{self.secret}"
         self._begin = f"BEGIN IMMEDIATE /* {self.secret} */"
         self._commit = f"COMMIT /* {self.secret} */"
         self._rollback = f"ROLLBACK /* {self.secret} */"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onceward-sqlite")
-        self._waiting: deque[Waiting] = deque()
-        self._timer: asyncio.TimerHandle | None = None
-        self._busy = False
+        self._line = Line(path)
         self._group: Group | None = None
-        self._closing = False
+        self._looking = False
+        """Whether it is going to be looked whether anybody has come."""
         self._alone = 0
         """How many of the next groups have one member only, to find the one whose commit is refused."""
 
@@ -163,6 +161,7 @@ class Writer:
             raise StoreUnavailable(f"SQLite {sqlite3.sqlite_version} is too old; onceward needs 3.35 or later")
         loop = asyncio.get_running_loop()
         self.connection = await loop.run_in_executor(self._thread, self._connect)
+        self.cursor = self.connection.cursor()
 
     def _connect(self) -> sqlite3.Connection:
         try:
@@ -182,34 +181,21 @@ class Writer:
             with contextlib.suppress(TryLater):  # a handler that does not end is left without its connection
                 await self._drain()
             self.closed = True
-            self._turn_away()
+            self._line.close()
             if self._group is not None:
-                self._group.settle(self._was_closed())
+                self._group.settle(was_closed(self.path))
             self.connection.close()
         self._thread.shutdown(wait=False)
 
     async def _drain(self) -> None:
         """Wait for the turn, and commit what was done before."""
-        if self._busy:
-            await self._queue(CLOSING)
-        self._busy = self._closing = True
+        await self._line.enter(CLOSING)
+        self._line.close()
         group = self._group
         if group is not None:
             self._commit_group()
             with contextlib.suppress(Exception):
                 await wait_out(group.done())
-
-    def _turn_away(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        while self._waiting:
-            waiting = self._waiting.popleft().turn
-            if not waiting.done():
-                waiting.set_exception(self._was_closed())
-
-    def _was_closed(self) -> StoreUnavailable:
-        return StoreUnavailable(f"{self.path} was closed while it was in use")
 
     def _authorize(self, action: int, one: str | None, two: str | None, _db: str | None, _by: str | None) -> int:
         """While a handler runs, nobody but us begins or ends a transaction or touches our savepoint."""
@@ -223,94 +209,64 @@ class Writer:
 
     # --- turns ----------------------------------------------------------------------------------------------
 
-    def refuse_nesting(self) -> None:
-        turn = _turn_of.get()
-        if turn is not None and turn.is_inside(self):
-            raise NestedProcess
-
     async def take(self, wait: float) -> Turn:
         """Wait for the turn, then for the write lock. TryLater(store_busy) when that takes too long."""
-        self.refuse_nesting()
-        if self.closed or self._closing:
-            raise self._was_closed()
+        outer = _turn_of.get()
+        while outer is not None and not outer.active:
+            outer = outer.outer  # it is over, and must not be kept alive
+        if outer is not None and outer.is_inside(self):
+            raise NestedProcess
+        if self._group is None or not self._line.try_enter():
+            await self._wait_for_turn(wait)
+        turn = Turn(self, outer)
+        _turn_of.set(turn)
+        return turn
+
+    async def _wait_for_turn(self, wait: float) -> None:
         deadline = time.monotonic() + wait
-        if self._busy:
-            await self._queue(wait)
-        self._busy = True
+        try:
+            await self._line.enter(wait)
+        except BaseException:
+            if not self._line.busy:  # it may have been the next
+                self._pass_on()
+            raise
         try:
             if self._group is None:
                 await self._begin_group(deadline)
         except BaseException:
             self._pass_on()
             raise
-        outer = _turn_of.get()
-        while outer is not None and not outer.active:
-            outer = outer.outer  # it is over, and must not be kept alive
-        turn = Turn(self, outer)
-        _turn_of.set(turn)
-        return turn
-
-    async def _queue(self, wait: float) -> None:
-        loop = asyncio.get_running_loop()
-        mine = Waiting(loop.create_future(), loop.time() + wait, wait)
-        self._waiting.append(mine)
-        if self._timer is None or self._timer.when() > mine.deadline:
-            self._set_timer(loop, mine.deadline)
-        try:
-            await mine.turn
-        except asyncio.CancelledError:
-            if mine.turn.done() and not mine.turn.cancelled() and mine.turn.exception() is None:
-                self._pass_on()  # the turn came together with the cancellation
-            raise
-
-    def _set_timer(self, loop: asyncio.AbstractEventLoop, when: float) -> None:
-        """One for all who wait: it is set for the first who gives up, and seldom has to do anything."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = loop.call_at(when, self._give_up, loop)
-
-    def _give_up(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = None
-        now = loop.time()
-        left = [waiting for waiting in self._waiting if not waiting.turn.done()]
-        for waiting in left:
-            if waiting.deadline <= now:
-                text = f"waited {waiting.wait:g} s for a turn to write to {self.path}: another handler is slow"
-                waiting.turn.set_exception(TryLater(reason="store_busy", text=text))
-        later = [waiting.deadline for waiting in left if waiting.deadline > now]
-        if later:
-            self._set_timer(loop, min(later))
 
     def give(self, turn: Turn) -> None:
-        """End a turn: pass it on, or let the group be committed when nobody waits."""
+        """End a turn."""
         if turn.active:
             turn.active = False
             self._pass_on()
 
     def _pass_on(self) -> None:
-        if self._group is not None and (self._is_full(self._group) or not self._has_waiting() or not self.alive):
+        """The turn goes to the next, or to the COMMIT: when the group is full, or soon, when nobody waits."""
+        line, group = self._line, self._group
+        line.busy = False
+        if group is not None and (not self.alive or self._is_full(group)):
             self._commit_group()
-        else:
-            self._wake_next()
+        elif line.waiting:
+            line.wake()
+        elif group is not None and not group.size:
+            self._commit_group()  # nobody is going to wait for it, so the lock is given back now
+        elif group is not None and not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_soon(self._commit_if_idle)
+
+    def _commit_if_idle(self) -> None:
+        """Those who were acknowledged together bring their next messages one after another, in one round of the event
+        loop. So the COMMIT begins after a round in which nobody came."""
+        self._looking = False
+        if self._group is not None and not self._line.busy and not self._line.waiting:
+            self._commit_group()
 
     def _is_full(self, group: Group) -> bool:
         limit = 1 if self._alone else GROUP
         return group.size >= limit or (group.size > 0 and time.monotonic() - group.began > AGE)
-
-    def _wake_next(self) -> None:
-        if self._closing:
-            self._turn_away()
-        while self._waiting:
-            following = self._waiting.popleft().turn
-            if not following.done():
-                following.set_result(None)
-                return
-        self._busy = False
-
-    def _has_waiting(self) -> bool:
-        while self._waiting and self._waiting[0].turn.done():
-            self._waiting.popleft()
-        return bool(self._waiting)
 
     # --- groups ---------------------------------------------------------------------------------------------
 
@@ -365,6 +321,7 @@ class Writer:
         the group would wait for it for ever.
         """
         group, self._group = self._group, None
+        self._line.busy = True
         assert group is not None  # noqa: S101 - only called with an open group
         loop = asyncio.get_running_loop()
 
@@ -391,7 +348,7 @@ class Writer:
             self._alone = group.size
             error = Conflict("a neighbour's commit was refused")
         group.settle(None if error is None else _not_committed(error, self.path))
-        self._wake_next()
+        self._pass_on()
 
     def _abandon(self) -> None:
         with contextlib.suppress(sqlite3.Error):

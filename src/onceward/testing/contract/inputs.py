@@ -208,19 +208,35 @@ class InputContract:
         with pytest.raises(SchemaTooNew):
             await lab.store().setup()
 
-    async def test_an_older_schema_is_upgraded_or_refused(self, lab: Lab) -> None:
-        await lab.query("DROP TABLE onceward_records")
-        await lab.query("DELETE FROM onceward_schema")
-        await lab.query("ALTER TABLE onceward_schema DROP COLUMN token")
-        await lab.query("INSERT INTO onceward_schema (version, name) VALUES (-1, 'from before')")
-        if lab.store().features.automatic_setup:
-            assert (await (await lab.inbox()).process(lab.message(), Recorder(lab))).processed
-            return
-        with pytest.raises(SchemaOutdated, match="onceward setup"):
-            await lab.inbox()
-        await lab.query("DROP FUNCTION onceward_id")
+    async def test_a_newer_schema_that_knows_this_version_is_used(self, lab: Lab) -> None:
+        """As an instance meets it that is started again in a rolling deploy, after `setup` and before its own turn."""
+        [[known]] = await lab.query("SELECT max(version) FROM onceward_schema")
+        for version, since in ((9998, known - 1), (9999, known)):
+            await lab.query(
+                f"INSERT INTO onceward_schema (version, name, since) VALUES ({version}, 'from the future', {since})"  # noqa: S608
+            )
         await lab.store().setup()
-        assert (await (await lab.inbox()).process(lab.message(), Recorder(lab))).processed
+        inbox = await lab.inbox()
+        assert (await inbox.process(lab.message(), Recorder(lab))).processed
+        await lab.query("INSERT INTO onceward_schema (version, name) VALUES (10000, 'and this one does not')")
+        with pytest.raises(SchemaTooNew):
+            await lab.inbox()
+        assert (await inbox.process(lab.message(), Recorder(lab))).processed, "who is open goes on"
+
+    async def test_an_older_schema_is_upgraded_or_refused(self, lab: Lab) -> None:
+        inbox = await lab.inbox()
+        await inbox.process(lab.message("before"), Recorder(lab))
+        await inbox.close()
+        for version in (1, 2, 3):
+            await lab.back_to(version)
+            if not lab.store().features.automatic_setup:
+                with pytest.raises(SchemaOutdated, match="onceward setup"):
+                    await lab.inbox()
+                await lab.store().setup()
+            inbox = await lab.inbox(cache=0)
+            assert (await inbox.process(lab.message("before"), Recorder(lab))).duplicate
+            assert (await inbox.process(lab.message(), Recorder(lab))).processed
+            await inbox.close()
 
     async def test_a_missing_schema_says_what_to_run(self, lab: Lab) -> None:
         needs(lab, "network")

@@ -112,10 +112,7 @@ class RacingContract:
         assert await lab.effects() == ids
 
     async def test_setting_up_is_safe_with_many_instances_starting_at_once(self, lab: Lab) -> None:
-        await lab.query("DROP TABLE onceward_records")
-        await lab.query("DROP TABLE onceward_schema")
-        if not lab.store().features.automatic_setup:
-            await lab.query("DROP FUNCTION IF EXISTS onceward_id")
+        await lab.back_to(0)
         await asyncio.gather(*(lab.store().setup() for _ in range(8)))
         assert (await (await lab.inbox()).process(lab.message(), Recorder(lab))).processed
 

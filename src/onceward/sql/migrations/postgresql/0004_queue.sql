@@ -1,6 +1,9 @@
 -- The stored inbox. What is said where: a record (onceward_records) is the message and what became of it; a row here is
 -- what is still to be done. All of these tables are empty when there is nothing to do.
 
+-- The oldest code that works with what a migration made; NULL: none but its own.
+ALTER TABLE onceward_schema ADD COLUMN since integer;
+
 -- The order of arrival and of completion.
 CREATE SEQUENCE onceward_received;
 CREATE SEQUENCE onceward_processed;
@@ -67,12 +70,16 @@ CREATE TABLE onceward_arrivals (
     position  bigint NOT NULL
 );
 
-CREATE INDEX onceward_records_queued ON onceward_records (received_position) WHERE received_position IS NOT NULL
-    AND state <> 'processed';
+-- How the functions below are planned. A worker's session keeps their plans for as long as it lives, and makes them when
+-- the tables may be empty; so a plan must be right whatever is in the tables later. Therefore: one plan, and not a new one
+-- for each call (plan_cache_mode); no table is ever read from end to end (enable_seqscan); and a row is looked up by
+-- `key = ANY (array)`, by `key = ANY (ARRAY[line.key])` where it is joined, or in a subquery that ends in LIMIT. An equals
+-- sign in a join, or a condition that a partial index promises, would allow to read a whole index and join the other way
+-- round, which looks cheap while the table is small.
 
 CREATE FUNCTION onceward_position_lock(consumer text, tenant text, stream text, "position" bigint) RETURNS bigint
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
-    AS $$ SELECT hashtextextended(concat_ws(chr(31), $1, $2, $3, $4::text), 7) $$;
+    AS $$ SELECT hashtextextended($1 || chr(31) || $2 || chr(31) || $3 || chr(31) || $4::text, 7) $$;
 
 CREATE FUNCTION onceward_is_done(consumer text, tenant text, stream text, "position" bigint) RETURNS boolean
     LANGUAGE sql STABLE
@@ -91,16 +98,21 @@ CREATE FUNCTION onceward_touch(touched uuid[]) RETURNS integer
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET plan_cache_mode = force_generic_plan
     AS $$
     DECLARE
         found_lanes integer;
+        asleep uuid[];
     BEGIN
         PERFORM FROM onceward_lanes WHERE lane = ANY (touched) ORDER BY lane FOR KEY SHARE;
         GET DIAGNOSTICS found_lanes = ROW_COUNT;
         -- A statement of its own: it sees what those did whom the lock had to wait for.
-        UPDATE onceward_lanes SET state = 'ready', run_at = clock_timestamp()
-        WHERE lane IN (SELECT lane FROM onceward_lanes WHERE lane = ANY (touched) AND state IN ('waiting', 'later')
-                       ORDER BY lane FOR NO KEY UPDATE);
+        asleep := ARRAY (
+            SELECT lane FROM onceward_lanes WHERE lane = ANY (touched) AND state IN ('waiting', 'later')
+            ORDER BY lane FOR NO KEY UPDATE);
+        IF cardinality(asleep) > 0 THEN
+            UPDATE onceward_lanes SET state = 'ready', run_at = clock_timestamp() WHERE lane = ANY (asleep);
+        END IF;
         RETURN found_lanes;
     END $$;
 
@@ -110,14 +122,16 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET plan_cache_mode = force_generic_plan
     AS $$
     #variable_conflict use_column
     DECLARE
-        expected bigint := json_array_length(lines);
-        fresh bigint[];      -- the places of what is new
-        parked bigint[];     -- and of failed records that join the queue
+        expected bigint;
+        fresh uuid[];        -- what is new
+        parked uuid[];       -- and failed records that join the queue
         kept_lanes uuid[];
         more_lanes uuid[];
+        made bigint;
     BEGIN
         WITH input AS MATERIALIZED (
             SELECT line.*, nextval('onceward_received') AS seq
@@ -125,9 +139,7 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
                 identity uuid, lock bigint, tenant text, scope text, key text, type text, lane uuid, rank bigint,
                 track text, message_id text, source text, topic text, origin text, payload text, body text,
                 headers text, payload_hash text, occurred_at timestamptz, stream text, "position" bigint,
-                depends_on text, not_before timestamptz)) WITH ORDINALITY AS line(
-                identity, lock, tenant, scope, key, type, lane, rank, track, message_id, source, topic, origin, payload,
-                body, headers, payload_hash, occurred_at, stream, "position", depends_on, not_before, place)),
+                depends_on text, not_before timestamptz)) AS line),
         inserted AS (
             INSERT INTO onceward_records (
                 identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, payload, body,
@@ -147,30 +159,28 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
             INSERT INTO onceward_pending (seq, identity, lane, rank, track, "position", due)
             SELECT seq, identity, lane, rank, track, "position", not_before FROM input JOIN inserted USING (identity)
             RETURNING identity, lane)
-        SELECT array_agg(place), array_agg(DISTINCT kept.lane) INTO fresh, kept_lanes
-        FROM kept JOIN input USING (identity);
+        SELECT (SELECT count(*) FROM input), array_agg(identity), array_agg(DISTINCT lane)
+        INTO expected, fresh, kept_lanes FROM kept;
 
         IF coalesce(cardinality(fresh), 0) < expected THEN
             WITH input AS MATERIALIZED (
                 SELECT line.*, nextval('onceward_received') AS seq
-                FROM ROWS FROM (json_to_recordset(lines) AS (
+                FROM json_to_recordset(lines) AS line(
                     identity uuid, lock bigint, lane uuid, rank bigint, track text, "position" bigint,
-                    not_before timestamptz)) WITH ORDINALITY AS line(
-                    identity, lock, lane, rank, track, "position", not_before, place)),
+                    not_before timestamptz)),
             joined AS (
                 UPDATE onceward_records r
                 SET state = 'accepted', received_position = input.seq,
                     next_try_at = greatest(r.next_try_at, input.not_before)
                 FROM input
-                WHERE r.identity = input.identity AND r.state = 'failed' AND r.received_position IS NULL
-                  AND pg_try_advisory_xact_lock(lock)
+                WHERE r.identity = ANY (ARRAY[input.identity]) AND r.received_position IS NULL
+                  AND CASE r.state WHEN 'failed' THEN pg_try_advisory_xact_lock(lock) ELSE false END
                 RETURNING r.identity, r.next_try_at),
             kept AS (
                 INSERT INTO onceward_pending (seq, identity, lane, rank, track, "position", due)
                 SELECT seq, identity, lane, rank, track, "position", next_try_at FROM input JOIN joined USING (identity)
                 RETURNING identity, lane)
-            SELECT array_agg(place), array_agg(DISTINCT kept.lane) INTO parked, more_lanes
-            FROM kept JOIN input USING (identity);
+            SELECT array_agg(identity), array_agg(DISTINCT lane) INTO parked, more_lanes FROM kept;
             kept_lanes := ARRAY (SELECT unnest(kept_lanes) UNION SELECT unnest(more_lanes));
         END IF;
 
@@ -181,28 +191,33 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
                        CASE WHEN not_before > now() THEN 'later' ELSE 'ready' END
                 FROM json_to_recordset(of_lanes) AS (
                     lane uuid, tenant text, name text, share bigint, not_before timestamptz)
-                WHERE lane = ANY (kept_lanes)
+                JOIN unnest(kept_lanes) AS kept(lane) USING (lane)
                 ORDER BY lane
                 ON CONFLICT (lane) DO NOTHING;
-                -- A lane that was there may have ended before we could hold it.
-                EXIT WHEN onceward_touch(kept_lanes) = cardinality(kept_lanes);
+                GET DIAGNOSTICS made = ROW_COUNT;
+                -- Nobody can see a lane that is new. One that was there may have ended before we could hold it.
+                EXIT WHEN made = cardinality(kept_lanes) OR onceward_touch(kept_lanes) = cardinality(kept_lanes);
             END LOOP;
         END IF;
 
-        RETURN QUERY
-        SELECT line.place,
-               CASE WHEN line.place = ANY (fresh) THEN 'new'
-                    WHEN line.place = ANY (parked) THEN 'parked'
-                    WHEN r.identity IS NULL THEN 'in_flight'
-                    WHEN r.state IN ('dead', 'discarded') THEN 'dead'
-                    WHEN r.state = 'processed' THEN 'processed'
-                    WHEN r.received_position IS NOT NULL THEN 'accepted'
-                    ELSE 'in_flight' END,
-               r.payload_hash
-        FROM ROWS FROM (json_to_recordset(lines) AS (identity uuid)) WITH ORDINALITY AS line(identity, place)
-        LEFT JOIN onceward_records r
-            ON r.identity = line.identity AND NOT line.place = ANY (coalesce(fresh, '{}'))
-        WHERE expected > coalesce(cardinality(fresh), 0);
+        IF expected > coalesce(cardinality(fresh), 0) THEN
+            RETURN QUERY
+            SELECT line.place,
+                   CASE WHEN new.identity IS NOT NULL THEN 'new'
+                        WHEN joined.identity IS NOT NULL THEN 'parked'
+                        WHEN r.state IS NULL THEN 'in_flight'
+                        WHEN r.state IN ('dead', 'discarded') THEN 'dead'
+                        WHEN r.state = 'processed' THEN 'processed'
+                        WHEN r.received_position IS NOT NULL THEN 'accepted'
+                        ELSE 'in_flight' END,
+                   r.payload_hash
+            FROM ROWS FROM (json_to_recordset(lines) AS (identity uuid)) WITH ORDINALITY AS line(identity, place)
+            LEFT JOIN unnest(fresh) AS new(identity) ON new.identity = line.identity
+            LEFT JOIN unnest(parked) AS joined(identity) ON joined.identity = line.identity
+            LEFT JOIN LATERAL (
+                SELECT r.state, r.received_position, r.payload_hash FROM onceward_records r
+                WHERE r.identity = line.identity AND new.identity IS NULL LIMIT 1) r ON true;
+        END IF;
     END $$;
 
 -- Begin a turn: hold the lanes that are still ours, then, in a statement of its own, read what they have. In one
@@ -222,6 +237,7 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
     SET enable_seqscan = off
     SET enable_hashjoin = off
     SET enable_mergejoin = off
+    SET plan_cache_mode = force_generic_plan
     AS $$
     #variable_conflict use_column
     DECLARE
@@ -257,7 +273,7 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
                 SELECT p.seq, p.identity, p.due, p.aside FROM onceward_pending p
                 WHERE p.lane = l.lane AND p.track = h.track
                 ORDER BY p."position", p.seq OFFSET h.nth - 1 LIMIT 1) t ON h.track IS NOT NULL) q ON true
-        LEFT JOIN onceward_records r ON r.identity = q.identity
+        LEFT JOIN LATERAL (SELECT * FROM onceward_records r WHERE r.identity = q.identity LIMIT 1) r ON true
         LEFT JOIN LATERAL (
             SELECT coalesce(n.tenant, r.tenant) AS tenant, n.stream, n."position",
                    (SELECT o.state FROM onceward_records o
@@ -278,23 +294,40 @@ CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURN
     SET enable_seqscan = off
     SET enable_hashjoin = off
     SET enable_mergejoin = off
+    SET plan_cache_mode = force_generic_plan
     AS $$
     #variable_conflict use_column
     DECLARE
+        by_owner text;
+        of_lanes json;
+        done json;
+        failed json;
+        blocked json;
+        behind json;
+        unfinished text[] := '{accepted,running,failed}';
         missing integer := 0;
         ended record;
         waiting record;
         parked bigint[] := '{}';     -- those that wait now
         too_early uuid[] := '{}';    -- lanes of those whose position is being settled this very moment
         tracks json;
-        alone uuid[];                -- lanes that nobody is adding to
+        quiet uuid[];                -- lanes that may sleep or end
+        alone uuid[];                -- those of them that nobody is adding to
+        empty uuid[];                -- those of them that end
+        asleep uuid[];               -- and those that sleep
     BEGIN
-        IF json_array_length(turn->'done') > 0 THEN
+        -- JSON is read from its beginning each time it is asked for something: so all of it is asked for at once.
+        SELECT * INTO by_owner, of_lanes, done, failed, blocked, behind
+        FROM json_to_record(turn) AS (owner text, lanes json, done json, failed json, blocked json, behind json);
+
+        IF json_array_length(done) > 0 THEN
             WITH line AS MATERIALIZED (
-                SELECT * FROM json_to_recordset(turn->'done') AS (
+                SELECT * FROM json_to_recordset(done) AS (
                     seq bigint, identity uuid, handler text, result text, duration_ms float8, keep_ms bigint,
                     started integer)),
-            gone AS (DELETE FROM onceward_pending p USING line WHERE p.seq = line.seq RETURNING p.lane, p.track),
+            gone AS (
+                DELETE FROM onceward_pending p USING line WHERE p.seq = ANY (ARRAY[line.seq])
+                RETURNING p.lane, p.track),
             written AS (
                 UPDATE onceward_records r
                 SET state = 'processed', attempts = r.attempts + 1,
@@ -305,7 +338,7 @@ CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURN
                     expires_at = clock_timestamp() + line.keep_ms * interval '1 millisecond',
                     handler = line.handler, host = on_host
                 FROM line
-                WHERE r.identity = line.identity AND r.state IN ('accepted', 'running', 'failed')
+                WHERE r.identity = ANY (ARRAY[line.identity]) AND r.state = ANY (unfinished)
                 RETURNING r.identity)
             SELECT (SELECT count(*) FROM line) * 2 - (SELECT count(*) FROM gone) - (SELECT count(*) FROM written)
                        AS missing,
@@ -316,17 +349,17 @@ CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURN
             tracks := ended.tracks;
         END IF;
 
-        IF json_array_length(turn->'failed') > 0 THEN
+        IF json_array_length(failed) > 0 THEN
             WITH line AS MATERIALIZED (
-                SELECT * FROM json_to_recordset(turn->'failed') AS (
+                SELECT * FROM json_to_recordset(failed) AS (
                     seq bigint, identity uuid, error text, handler text, delay float8, dead boolean, counted boolean,
                     duration_ms float8, started integer)),
             gone AS (
-                DELETE FROM onceward_pending p USING line WHERE p.seq = line.seq AND line.dead
+                DELETE FROM onceward_pending p USING line WHERE p.seq = ANY (ARRAY[line.seq]) AND line.dead
                 RETURNING p.lane, p.track),
             put_off AS (
                 UPDATE onceward_pending p SET due = clock_timestamp() + line.delay * interval '1 second'
-                FROM line WHERE p.seq = line.seq AND line.dead IS NOT TRUE RETURNING p.seq),
+                FROM line WHERE p.seq = ANY (ARRAY[line.seq]) AND line.dead IS NOT TRUE RETURNING p.seq),
             written AS (
                 UPDATE onceward_records r
                 SET state = CASE WHEN line.dead THEN 'dead' ELSE 'failed' END,
@@ -339,7 +372,7 @@ CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURN
                     next_try_at = CASE WHEN line.dead IS NOT TRUE
                                        THEN clock_timestamp() + line.delay * interval '1 second' END
                 FROM line
-                WHERE r.identity = line.identity AND r.state IN ('accepted', 'running', 'failed')
+                WHERE r.identity = ANY (ARRAY[line.identity]) AND r.state = ANY (unfinished)
                 RETURNING r.identity)
             SELECT (SELECT count(*) FROM line) * 2 - (SELECT count(*) FROM gone) - (SELECT count(*) FROM put_off)
                        - (SELECT count(*) FROM written) AS missing,
@@ -357,16 +390,17 @@ CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURN
         -- What comes next in a track need not stay behind any more.
         IF json_array_length(tracks) > 0 THEN
             UPDATE onceward_pending SET aside = false
-            WHERE aside AND seq IN (
-                SELECT (SELECT p.seq FROM onceward_pending p WHERE p.lane = t.lane AND p.track = t.track
+            WHERE seq = ANY (ARRAY (
+                SELECT (SELECT CASE WHEN p.aside THEN p.seq END FROM onceward_pending p
+                        WHERE p.lane = t.lane AND p.track = t.track
                         ORDER BY p."position", p.seq LIMIT 1)
-                FROM json_to_recordset(tracks) AS t(lane uuid, track text));
+                FROM json_to_recordset(tracks) AS t(lane uuid, track text)));
         END IF;
 
         -- Waiting for a position, and settling it, exclude each other: who waits has its lock alone, who settles shares
         -- it (onceward_settled). We do not wait for the lock: who has it is about to settle it.
         FOR waiting IN
-            SELECT * FROM json_to_recordset(turn->'blocked') AS (
+            SELECT * FROM json_to_recordset(blocked) AS (
                 seq bigint, identity uuid, lane uuid, tenant text, stream text, "position" bigint,
                 deadline timestamptz)
         LOOP
@@ -385,39 +419,50 @@ CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURN
             END IF;
         END LOOP;
 
-        IF json_array_length(turn->'behind') > 0 THEN
+        IF json_array_length(behind) > 0 THEN
             UPDATE onceward_pending SET aside = true
-            WHERE seq IN (SELECT value::bigint FROM json_array_elements_text(turn->'behind'));
+            WHERE seq = ANY (ARRAY (SELECT value::bigint FROM json_array_elements_text(behind)));
         END IF;
 
         -- To sleep, or to end, a lane must be ours alone. Where somebody is adding to it, it is looked at again soon.
+        quiet := ARRAY (
+            SELECT lane FROM json_to_recordset(of_lanes) AS (lane uuid, "then" text)
+            WHERE coalesce("then", 'next') IN ('next', 'wait') AND NOT lane = ANY (too_early));
         alone := ARRAY (
-            SELECT l.lane FROM json_to_recordset(turn->'lanes') AS e(lane uuid, "then" text)
-            JOIN onceward_lanes l ON l.lane = e.lane AND l.owner = turn->>'owner'
-            WHERE coalesce(e."then", 'next') IN ('next', 'wait') AND NOT e.lane = ANY (too_early)
-            FOR UPDATE OF l SKIP LOCKED);
-        DELETE FROM onceward_lanes l
-        WHERE l.lane = ANY (alone)
-          AND NOT EXISTS (SELECT FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside)
-          AND NOT EXISTS (SELECT FROM onceward_pending p WHERE p.lane = l.lane AND p.aside);
+            SELECT lane FROM onceward_lanes WHERE lane = ANY (quiet) AND owner = by_owner FOR UPDATE SKIP LOCKED);
+        -- It sleeps when nothing in it may run: all are set aside, or the first of its stream waits.
+        SELECT coalesce(array_agg(lane) FILTER (WHERE first IS NULL AND other IS NULL), '{}'),
+               coalesce(array_agg(lane) FILTER (WHERE first IS NULL AND other IS NOT NULL OR first = ANY (parked)), '{}')
+        INTO empty, asleep
+        FROM (SELECT lane,
+                     (SELECT p.seq FROM onceward_pending p WHERE p.lane = a.lane AND NOT p.aside
+                      ORDER BY p.rank, p.seq LIMIT 1) AS first,
+                     (SELECT p.seq FROM onceward_pending p WHERE p.lane = a.lane AND p.aside LIMIT 1) AS other
+              FROM unnest(alone) AS a(lane) OFFSET 0) a;
+        IF cardinality(empty) > 0 THEN
+            DELETE FROM onceward_lanes WHERE lane = ANY (empty);
+        END IF;
+        IF cardinality(empty) = json_array_length(of_lanes) THEN
+            RETURN 0;
+        END IF;
         UPDATE onceward_lanes l
         SET state = CASE WHEN e."then" = 'blocked' THEN 'blocked'
                          WHEN e."then" = 'retry' THEN 'retrying'
                          WHEN e."then" = 'later' THEN 'later'
-                         WHEN e.sleeps AND l.lane = ANY (alone) THEN 'waiting'
+                         WHEN l.lane = ANY (asleep) THEN 'waiting'
                          ELSE 'ready' END,
             run_at = CASE WHEN e."then" = 'blocked' THEN NULL
                           WHEN e."then" IN ('retry', 'later') THEN clock_timestamp() + e.delay * interval '1 second'
-                          WHEN e.sleeps AND l.lane = ANY (alone) THEN NULL
-                          WHEN e.sleeps OR l.lane = ANY (too_early) THEN clock_timestamp() + interval '20 milliseconds'
+                          WHEN l.lane = ANY (asleep) THEN NULL
+                          WHEN l.lane = ANY (too_early)
+                            OR NOT l.lane = ANY (alone)
+                               AND coalesce((SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside
+                                             ORDER BY p.rank, p.seq LIMIT 1) = ANY (parked), true)
+                          THEN clock_timestamp() + interval '20 milliseconds'
                           ELSE clock_timestamp() END,
             blocker = e.blocker, owner = NULL, claims = 0
-        FROM (
-            -- It sleeps when nothing in it may run: all are set aside, or the first of its stream waits.
-            SELECT e.*, coalesce((SELECT p.seq FROM onceward_pending p WHERE p.lane = e.lane AND NOT p.aside
-                                  ORDER BY p.rank, p.seq LIMIT 1) = ANY (parked), true) AS sleeps
-            FROM json_to_recordset(turn->'lanes') AS e(lane uuid, "then" text, delay float8, blocker uuid)) e
-        WHERE l.lane = e.lane AND l.owner = turn->>'owner';
+        FROM json_to_recordset(of_lanes) AS e(lane uuid, "then" text, delay float8, blocker uuid)
+        WHERE l.lane = ANY (ARRAY[e.lane]) AND l.owner = by_owner;
         RETURN 0;
     END $$;
 
@@ -426,9 +471,8 @@ CREATE FUNCTION onceward_settled() RETURNS trigger
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET plan_cache_mode = force_generic_plan
     AS $$
-    DECLARE
-        woken uuid[];
     BEGIN
         IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
             INSERT INTO onceward_arrivals VALUES (NEW.consumer, NEW.tenant, NEW.stream, NEW."position");
@@ -436,7 +480,13 @@ CREATE FUNCTION onceward_settled() RETURNS trigger
         END IF;
         PERFORM pg_advisory_xact_lock_shared(
             onceward_position_lock(NEW.consumer, NEW.tenant, NEW.stream, NEW."position"));
-        woken := onceward_wake(NEW.consumer, NEW.tenant, NEW.stream, NEW."position");
+        -- Nearly always nobody waits for it.
+        PERFORM FROM onceward_waits w
+        WHERE w.consumer = NEW.consumer AND w.tenant = NEW.tenant AND w.stream = NEW.stream
+          AND w."position" = NEW."position" LIMIT 1;
+        IF FOUND THEN
+            PERFORM onceward_wake(NEW.consumer, NEW.tenant, NEW.stream, NEW."position");
+        END IF;
         RETURN NULL;
     END $$;
 
@@ -444,30 +494,24 @@ CREATE FUNCTION onceward_wake(of_consumer text, of_tenant text, of_stream text, 
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET plan_cache_mode = force_generic_plan
     AS $$
     #variable_conflict use_column
     DECLARE
+        seqs bigint[];
         woken uuid[];
     BEGIN
         WITH satisfied AS (
             DELETE FROM onceward_waits
             WHERE consumer = of_consumer AND tenant = of_tenant AND stream = of_stream AND "position" = at
-            RETURNING seq, lane),
-        back AS (
-            UPDATE onceward_pending p SET aside = false FROM satisfied s WHERE p.seq = s.seq AND p.aside)
-        SELECT array_agg(DISTINCT lane) INTO woken FROM satisfied;
+            RETURNING seq, lane)
+        SELECT array_agg(seq), array_agg(DISTINCT lane) INTO seqs, woken FROM satisfied;
         IF woken IS NOT NULL THEN
+            UPDATE onceward_pending SET aside = false WHERE seq = ANY (seqs) AND coalesce(aside, false);
             PERFORM onceward_touch(woken);
         END IF;
         RETURN woken;
     END $$;
-
-CREATE CONSTRAINT TRIGGER onceward_settled
-    AFTER INSERT OR UPDATE OF state ON onceward_records
-    DEFERRABLE INITIALLY DEFERRED
-    FOR EACH ROW
-    WHEN (NEW.stream IS NOT NULL AND NEW."position" IS NOT NULL AND NEW.state IN ('processed', 'dead', 'discarded'))
-    EXECUTE FUNCTION onceward_settled();
 
 -- What waits for too long is looked at again, and so is what was settled by a transaction that could not see it. How
 -- many. Nobody waits for another who does the same.
@@ -475,9 +519,11 @@ CREATE FUNCTION onceward_overdue(of_consumer text) RETURNS integer
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET plan_cache_mode = force_generic_plan
     AS $$
     #variable_conflict use_column
     DECLARE
+        seqs bigint[];
         overdue uuid[];
         arrived record;
         woken integer := 0;
@@ -486,10 +532,10 @@ CREATE FUNCTION onceward_overdue(of_consumer text) RETURNS integer
             SELECT seq, lane FROM onceward_waits
             WHERE consumer = of_consumer AND deadline <= clock_timestamp()
             ORDER BY deadline LIMIT 1000 FOR UPDATE SKIP LOCKED),
-        ended AS (DELETE FROM onceward_waits w USING late WHERE w.seq = late.seq),
-        back AS (UPDATE onceward_pending p SET aside = false FROM late WHERE p.seq = late.seq AND p.aside)
-        SELECT array_agg(DISTINCT lane), count(*) INTO overdue, woken FROM late;
+        ended AS (DELETE FROM onceward_waits w USING late WHERE w.seq = ANY (ARRAY[late.seq]))
+        SELECT array_agg(seq), array_agg(DISTINCT lane), count(*) INTO seqs, overdue, woken FROM late;
         IF overdue IS NOT NULL THEN
+            UPDATE onceward_pending SET aside = false WHERE seq = ANY (seqs) AND coalesce(aside, false);
             PERFORM onceward_touch(overdue);
         END IF;
         FOR arrived IN
@@ -555,3 +601,63 @@ CREATE FUNCTION onceward_drop(dead uuid, from_lane uuid) RETURNS boolean
         WHERE lane = from_lane AND state = 'blocked' AND blocker = dead;
         RETURN true;
     END $$;
+
+-- The functions find the tables where they are themselves, whatever the search path was here, or is in a handler.
+DO $$
+    DECLARE
+        one record;
+    BEGIN
+        FOR one IN
+            SELECT f.oid::regprocedure AS name, n.nspname AS place
+            FROM pg_proc f JOIN pg_namespace n ON n.oid = f.pronamespace
+            WHERE n.nspname = current_schema() AND f.proname ~ '^onceward_' AND f.proconfig::text ~ 'search_path='
+        LOOP
+            EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', one.name, one.place);
+        END LOOP;
+    END $$;
+
+-- Whoever may write records may use the queue, and whoever may read them may look at it: the trigger below works with
+-- the rights of the one who writes.
+DO $$
+    DECLARE
+        role record;
+        one record;
+    BEGIN
+        FOR role IN
+            SELECT CASE WHEN acl.grantee = 0 THEN 'PUBLIC' ELSE acl.grantee::regrole::text END AS name,
+                   bool_or(acl.privilege_type = 'INSERT') AS writes
+            FROM pg_class t, aclexplode(coalesce(t.relacl, acldefault('r', t.relowner))) acl
+            WHERE t.oid = 'onceward_records'::regclass AND acl.privilege_type IN ('SELECT', 'INSERT')
+            GROUP BY acl.grantee
+        LOOP
+            FOR one IN
+                SELECT t.oid::regclass AS name, t.relkind
+                FROM pg_class t JOIN pg_namespace n ON n.oid = t.relnamespace
+                WHERE n.nspname = current_schema() AND t.relname ~ '^onceward_' AND t.relkind IN ('r', 'S')
+                  AND t.relname NOT IN ('onceward_records', 'onceward_schema')
+            LOOP
+                EXECUTE format(
+                    CASE WHEN one.relkind = 'S' AND role.writes THEN 'GRANT USAGE ON SEQUENCE %s TO %s'
+                         WHEN one.relkind = 'S' THEN 'GRANT SELECT ON SEQUENCE %s TO %s'
+                         WHEN role.writes THEN 'GRANT SELECT, INSERT, UPDATE, DELETE ON %s TO %s'
+                         ELSE 'GRANT SELECT ON %s TO %s' END, one.name, role.name);
+            END LOOP;
+            FOR one IN
+                SELECT f.oid::regprocedure AS name FROM pg_proc f JOIN pg_namespace n ON n.oid = f.pronamespace
+                WHERE role.writes AND n.nspname = current_schema() AND f.proname ~ '^onceward_'
+            LOOP
+                EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %s', one.name, role.name);
+            END LOOP;
+        END LOOP;
+    END $$;
+
+-- Last what needs the table of records to itself: it is written to meanwhile.
+CREATE CONSTRAINT TRIGGER onceward_settled
+    AFTER INSERT OR UPDATE OF state ON onceward_records
+    DEFERRABLE INITIALLY DEFERRED
+    FOR EACH ROW
+    WHEN (NEW.stream IS NOT NULL AND NEW."position" IS NOT NULL AND NEW.state IN ('processed', 'dead', 'discarded'))
+    EXECUTE FUNCTION onceward_settled();
+
+CREATE INDEX onceward_records_queued ON onceward_records (received_position) WHERE received_position IS NOT NULL
+    AND state <> 'processed';

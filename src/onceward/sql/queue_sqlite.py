@@ -1,0 +1,378 @@
+"""The queue of a stored inbox on SQLite, as plans. There is one writer, so a step may be several statements: nobody
+sees what is between them, and none of them is a trip. What they mean is said in migrations/postgresql/0004_queue.sql.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from onceward.errors import HandlerEndedTransaction
+from onceward.identity import Identity
+from onceward.message import Position
+from onceward.queue import (
+    LAST,
+    BlockedLine,
+    Closing,
+    DoneLine,
+    FailedLine,
+    Kept,
+    KeptLine,
+    LaneClaim,
+    LaneEnd,
+    Queued,
+    QueueLine,
+    Share,
+    Taken,
+    Then,
+    Unmet,
+)
+from onceward.record import Record, State
+from onceward.sql.dialect import Dialect
+from onceward.sql.plan import Plan, Statement
+from onceward.sql.queue_rows import LaneLine, lanes_of
+from onceward.sql.verbs import discard, moment_of, record_of
+
+Row: TypeAlias = Mapping[str, Any]
+
+_NEW = KeptLine(Kept.NEW)
+_LONGEST = 100 * 365 * 86400.0
+_ENDS = {Then.RETRY: "retrying", Then.LATER: "later", Then.BLOCKED: "blocked"}
+
+
+def accept(dialect: Dialect, lines: Sequence[QueueLine], consumer: str, host: str) -> Plan[list[KeptLine]]:
+    seq = yield from _numbers(dialect, "received", len(lines))
+    kept: list[KeptLine] = []
+    joined: list[QueueLine] = []
+    for line in lines:
+        how = yield from _keep(dialect, line, next(seq), consumer, host)
+        kept.append(how)
+        if how.how in (Kept.NEW, Kept.PARKED):
+            joined.append(line)
+    for lane in lanes_of(joined):
+        yield _open(dialect, lane, consumer)
+    return kept
+
+
+def _keep(dialect: Dialect, line: QueueLine, seq: int, consumer: str, host: str) -> Plan[KeptLine]:
+    identity = bytes.fromhex(line.identity)
+    params = msgspec.structs.asdict(line) | {
+        "identity": identity,
+        "consumer": consumer,
+        "host": host,
+        "seq": seq,
+        "message_id": line.message_id or line.key,
+        "occurred_at": _moment(dialect, line.occurred_at),
+        "not_before": _moment(dialect, line.not_before),
+    }
+    inserted = yield dialect("queue_keep", params)
+    if inserted.changed == 1:
+        yield _pend(dialect, line, seq, params["not_before"])
+        return _NEW
+    joined = yield dialect("queue_join", params)
+    if joined.rows:
+        yield _pend(dialect, line, seq, joined.rows[0]["next_try_at"])
+    known = yield dialect("queue_known", {"identity": identity})
+    row = known.rows[0]
+    return KeptLine(Kept.PARKED if joined.rows else _known(row), row["payload_hash"])
+
+
+def _known(row: Row) -> Kept:
+    match State(row["state"]):
+        case State.DEAD | State.DISCARDED:
+            return Kept.DEAD
+        case State.PROCESSED:
+            return Kept.PROCESSED
+        case _:
+            return Kept.IN_FLIGHT if row["received_position"] is None else Kept.ACCEPTED
+
+
+def claim_lanes(
+    dialect: Dialect, consumer: str, owner: str, *, most: int, lease: float, share: Share | None
+) -> Plan[list[LaneClaim]]:
+    params = {"consumer": consumer, "owner": owner, "most": most, "lease": _seconds(lease)}
+    result = yield _shared(dialect, "queue_claim", params, share)
+    return [LaneClaim(row["lane"], row["claims"]) for row in result.rows]
+
+
+def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int) -> Plan[Taken]:
+    held = yield dialect("queue_hold", _owned(owner, lanes))
+    ours = [row["lane"] for row in held.rows]
+    messages: list[Queued] = []
+    for lane in ours:
+        heads = yield dialect("queue_heads", {"lane": lane, "most": most})
+        tracks = yield from _tracks(dialect, lane, heads.rows)
+        for row, behind in _in_order(heads.rows, tracks):
+            queued = yield from _queued(dialect, lane, row, behind=behind)
+            messages.append(queued)
+    return Taken(frozenset(ours), tuple(messages))
+
+
+def _tracks(dialect: Dialect, lane: bytes, heads: Sequence[Row]) -> Plan[dict[str, list[Row]]]:
+    """Of each track as many of its lowest positions as it has places among the first messages."""
+    tracks: dict[str, list[Row]] = {}
+    for track, places in Counter(row["track"] for row in heads if row["track"] is not None).items():
+        found = yield dialect("queue_track", {"lane": lane, "track": track, "most": places})
+        tracks[track] = list(found.rows)
+    return tracks
+
+
+def _in_order(heads: Sequence[Row], tracks: Mapping[str, list[Row]]) -> Iterator[tuple[Row, bool]]:
+    """In the places of a track its lowest positions, up to one that is set aside; the rest of it is behind that."""
+    nth: Counter[str] = Counter()
+    for head in heads:
+        track = head["track"]
+        if track is None:
+            yield head, False
+            continue
+        nth[track] += 1
+        first = tracks[track][: nth[track]]
+        aside = next((row for row in first if row["aside"]), None)
+        if aside is None:
+            yield first[-1], False
+        elif (aside["place"], aside["seq"]) < (head["place"], head["seq"]):
+            yield head, True
+
+
+def _queued(dialect: Dialect, lane: bytes, row: Row, *, behind: bool) -> Plan[Queued]:
+    record = record_of(row)
+    unmet = yield from _unmet(dialect, record)
+    return Queued(
+        seq=row["seq"],
+        lane=lane,
+        record=record,
+        now=moment_of(row["now"]),
+        rank=row["rank"],
+        due=None if row["due"] is None else moment_of(row["due"]),
+        track=row["track"],
+        behind=behind,
+        unmet=unmet,
+    )
+
+
+def _unmet(dialect: Dialect, record: Record) -> Plan[Unmet | None]:
+    for needed in record.depends_on:
+        tenant = needed.tenant or record.tenant
+        found = yield _position(dialect, record.consumer, tenant, needed.stream, needed.position)
+        if not found.rows[0]["done"]:
+            state = found.rows[0]["state"]
+            return Unmet(Position(needed.stream, needed.position, tenant), None if state is None else State(state))
+    return None
+
+
+def hold_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Plan[frozenset[bytes]]:
+    result = yield dialect("queue_hold", _owned(owner, lanes))
+    return frozenset(row["lane"] for row in result.rows)
+
+
+def close_lanes(dialect: Dialect, closing: Closing, consumer: str, host: str) -> Plan[None]:
+    tracks: set[tuple[bytes, str]] = set()
+    if closing.done:
+        number = yield from _numbers(dialect, "processed", len(closing.done))
+        for done in closing.done:
+            tracks |= yield from _done(dialect, done, next(number), host)
+    for failed in closing.failed:
+        tracks |= yield from _failed(dialect, failed, host)
+    for lane, track in tracks:
+        yield dialect("queue_next_of_track", {"lane": lane, "track": track})
+    waiting = set()
+    for blocked in closing.blocked:
+        if (yield from _waits(dialect, blocked, consumer)):
+            waiting.add(blocked.seq)
+    if closing.behind:
+        yield dialect("queue_behind", _seqs(closing.behind))
+    for end in closing.lanes:
+        yield from _end(dialect, closing.owner, end, waiting)
+
+
+def _done(dialect: Dialect, line: DoneLine, number: int, host: str) -> Plan[set[tuple[bytes, str]]]:
+    track = yield from _gone(dialect, line.seq)
+    params = {**_line(line), "number": number, "host": host}
+    _check((yield dialect("queue_done", params)).changed)
+    return track
+
+
+def _failed(dialect: Dialect, line: FailedLine, host: str) -> Plan[set[tuple[bytes, str]]]:
+    delay = None if line.dead or line.delay is None else _seconds(line.delay)
+    track: set[tuple[bytes, str]] = set()
+    if line.dead:
+        track = yield from _gone(dialect, line.seq)
+    else:
+        _check((yield dialect("queue_put_off", {"seq": line.seq, "delay": delay})).changed)
+    state = State.DEAD if line.dead else State.FAILED
+    params = {**_line(line), "state": state.value, "counted": int(line.counted), "delay": delay, "host": host}
+    _check((yield dialect("queue_failed", params)).changed)
+    return track
+
+
+def _gone(dialect: Dialect, seq: int) -> Plan[set[tuple[bytes, str]]]:
+    """The track that it was in, if any."""
+    gone = yield dialect("queue_gone", {"seq": seq})
+    _check(gone.changed)
+    row = gone.rows[0]
+    return set() if row["track"] is None else {(row["lane"], row["track"])}
+
+
+def _check(changed: int) -> None:
+    if changed != 1:
+        raise HandlerEndedTransaction("a message is gone: a handler removed it, or changed where tables are found")
+
+
+def _waits(dialect: Dialect, line: BlockedLine, consumer: str) -> Plan[bool]:
+    """False: it need not wait any more."""
+    found = yield _position(dialect, consumer, line.tenant, line.stream, line.position)
+    if found.rows[0]["done"]:
+        return False
+    deadline = _moment(dialect, line.deadline)
+    lane = bytes.fromhex(line.lane)
+    yield dialect(
+        "queue_wait", msgspec.structs.asdict(line) | {"consumer": consumer, "lane": lane, "deadline": deadline}
+    )
+    yield dialect("queue_aside", {"seq": line.seq})
+    return True
+
+
+def _end(dialect: Dialect, owner: str, end: LaneEnd, waiting: set[int]) -> Plan[None]:
+    params = {
+        "lane": bytes.fromhex(end.lane),
+        "owner": owner,
+        "blocker": None,
+        "state": "ready",
+        "delay": _seconds(0.0),
+    }
+    if end.then in _ENDS:
+        params["state"] = _ENDS[end.then]
+        params["delay"] = None if end.then is Then.BLOCKED else _seconds(end.delay)
+        params["blocker"] = None if end.blocker is None else bytes.fromhex(end.blocker)
+    else:
+        gone = yield dialect("queue_lane_gone", params)
+        if gone.changed:
+            return
+        # It sleeps when nothing in it may run: all are set aside, or the first of its stream waits.
+        first = yield dialect("queue_first", params)
+        if not first.rows or first.rows[0]["seq"] in waiting:
+            params |= {"state": "waiting", "delay": None}
+    yield dialect("queue_lane_end", params)
+
+
+def release(dialect: Dialect, owner: str, lanes: Sequence[bytes], delay: float) -> Plan[None]:
+    yield dialect("queue_release", _owned(owner, lanes) | {"delay": _seconds(delay)})
+
+
+def extend(dialect: Dialect, owner: str, lanes: Sequence[bytes], lease: float) -> Plan[frozenset[bytes]]:
+    result = yield dialect("queue_extend", _owned(owner, lanes) | {"lease": _seconds(lease)})
+    return frozenset(row["lane"] for row in result.rows)
+
+
+def mark_start(dialect: Dialect, owner: str, lane: bytes, identity: Identity) -> Plan[Record | None]:
+    result = yield dialect("queue_mark_start", {"owner": owner, "lane": lane, "identity": identity.digest})
+    return record_of(result.rows[0]) if result.rows else None
+
+
+def unmark_start(dialect: Dialect, identity: Identity) -> Plan[None]:
+    yield dialect("queue_unmark_start", {"identity": identity.digest})
+
+
+def due_in(dialect: Dialect, consumer: str, share: Share | None) -> Plan[float | None]:
+    result = yield _shared(dialect, "queue_due_in", {"consumer": consumer}, share)
+    return max(0.0, result.rows[0]["seconds"]) if result.rows else None
+
+
+def wake_overdue(dialect: Dialect, consumer: str) -> Plan[int]:
+    late = yield dialect("queue_late", {"consumer": consumer})
+    if late.rows:
+        seqs = _seqs([row["seq"] for row in late.rows])
+        for step in ("queue_late_back", "queue_late_lanes", "queue_late_ended"):
+            yield dialect(step, seqs)
+    return len(late.rows)
+
+
+def requeue(dialect: Dialect, identity: Identity, line: QueueLine) -> Plan[bool]:
+    seq = yield from _numbers(dialect, "received", 1)
+    requeued = yield dialect("queue_requeue", {"identity": identity.digest, "seq": next(seq)})
+    if not requeued.rows:
+        return False
+    row = requeued.rows[0]
+    yield _pend(dialect, line, row["received_position"], None)
+    (lane,) = lanes_of([msgspec.structs.replace(line, not_before=None)])
+    yield _open(dialect, lane, row["consumer"])
+    yield dialect("queue_unblock", {"lane": bytes.fromhex(line.lane), "identity": identity.digest})
+    return True
+
+
+def drop(dialect: Dialect, identity: Identity, line: QueueLine) -> Plan[bool]:
+    if not (yield from discard(dialect, identity)):
+        return False
+    yield dialect("queue_unblock", {"lane": bytes.fromhex(line.lane), "identity": identity.digest})
+    return True
+
+
+# --- the pieces -----------------------------------------------------------------------------------------------
+
+
+def _numbers(dialect: Dialect, name: str, many: int) -> Plan[Iterator[int]]:
+    """The next numbers of an order. None is given out twice."""
+    result = yield dialect("queue_numbers", {"name": name, "many": many})
+    last: int = result.rows[0]["value"]
+    return iter(range(last - many + 1, last + 1))
+
+
+def _pend(dialect: Dialect, line: QueueLine, seq: int, due: Any) -> Statement:
+    """In a track, what has no position comes last."""
+    place = LAST if line.position is None and line.track is not None else line.position
+    return dialect("queue_pend", {
+        "seq": seq, "identity": bytes.fromhex(line.identity), "lane": bytes.fromhex(line.lane), "rank": line.rank,
+        "track": line.track, "place": place, "due": due,
+    })  # fmt: skip
+
+
+def _open(dialect: Dialect, lane: LaneLine, consumer: str) -> Statement:
+    params = {"lane": bytes.fromhex(lane.lane), "consumer": consumer, "not_before": _moment(dialect, lane.not_before)}
+    return dialect("queue_open", msgspec.structs.asdict(lane) | params)
+
+
+def _position(dialect: Dialect, consumer: str, tenant: str, stream: str, position: int) -> Statement:
+    return dialect("queue_position", {"consumer": consumer, "tenant": tenant, "stream": stream, "position": position})
+
+
+def _line(line: DoneLine | FailedLine) -> dict[str, Any]:
+    return msgspec.structs.asdict(line) | {"identity": bytes.fromhex(line.identity)}
+
+
+def _moment(dialect: Dialect, moment: Any) -> Any:
+    return None if moment is None else dialect.moment(moment)
+
+
+def _seconds(delay: float) -> str:
+    """As a modifier of a time; neither 1e-05 nor a date after the year 9999 would be one."""
+    return f"{min(max(delay, 0.0), _LONGEST):.3f} seconds"
+
+
+def _seqs(seqs: Sequence[int]) -> dict[str, str]:
+    return {"seqs": msgspec.json.encode(seqs).decode()}
+
+
+def _shared(dialect: Dialect, name: str, params: Mapping[str, Any], share: Share | None) -> Statement:
+    if share is None:
+        return dialect(name, params)
+    number, shares = share
+    return dialect(f"{name}_share", {**params, "number": number, "shares": shares})
+
+
+def _owned(owner: str, lanes: Sequence[bytes]) -> dict[str, Any]:
+    return {"owner": owner, "lanes": b"".join(lanes)}
+
+
+def stood(_dialect: Dialect, _taken: Taken) -> Plan[bool | None]:
+    """SQLite does not tell what became of a transaction."""
+    return None
+    yield  # a plan without statements
+
+
+def call(_dialect: Dialect, _consumer: str) -> Plan[None]:
+    """Nobody in another process could be called."""
+    return
+    yield
