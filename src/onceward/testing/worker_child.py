@@ -119,7 +119,10 @@ async def work(job: WorkerJob, heard: asyncio.StreamReader) -> None:
     async with Inbox(
         store, consumer=job.consumer, retry=retry, wait=30, lane=getattr(lanes, job.lane), listeners=()
     ) as inbox:
-        inbox.handler("order.paid", lease=job.lease)(charge if job.lease is None else charge_leased)
+        if job.lease is None:
+            inbox.handler("order.paid")(charge)
+        else:
+            inbox.handler("order.paid", lease=job.lease)(charge_leased)
         if job.accept:
             await inbox.accept([Message(id_, "order.paid", {"amount": 7}) for id_ in job.accept])
             say(kind="accepted")

@@ -384,13 +384,19 @@ class AcceptContract:
             (small, lab.message(payload={"value": object()}), PayloadInvalid),
             (by_order, lab.message(), KeyMissing),
             (tenants_only, lab.message(), TenantMissing),
-            (small, [lab.message("good"), lab.message(payload={"text": "x" * 200})], PayloadTooLarge),
         ]
         for inbox, wrong, error in cases:
             with pytest.raises(error):
                 await inbox.accept(wrong)
         assert await lab.query("SELECT count(*) FROM onceward_records") == [(0,)]
-        assert (await small.accept(lab.message())).kind is Kind.ACCEPTED
+        good, wrong = lab.message("good"), lab.message(payload={"text": "x" * 200})
+        outcomes = await small.accept([wrong, good])
+        assert [outcome.kind for outcome in outcomes] == [Kind.FAILED, Kind.ACCEPTED], (
+            "nothing is raised for one of many"
+        )
+        assert isinstance(outcomes[0].error, PayloadTooLarge)
+        assert outcomes[0].verdict is Verdict.REJECT
+        assert await lab.query("SELECT message_id FROM onceward_records") == [("good",)]
 
     async def test_a_closed_inbox_accepts_nothing(self, lab: Lab) -> None:
         inbox: Inbox[Any] = Inbox(lab.store(), consumer="billing")
