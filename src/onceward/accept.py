@@ -26,6 +26,7 @@ from onceward.keys import KeyLike
 from onceward.message import Message, Position, check_text
 from onceward.outcome import Kind, Outcome
 from onceward.queue import LAST, SHARED, Kept, KeptLine, QueueLine
+from onceward.record import Record
 from onceward.settle import Settler
 from onceward.work import Work
 
@@ -145,6 +146,14 @@ class Acceptor:
             depends_on=codec.encode(needed, "depends_on").decode() if needed else None,
             not_before=about.not_before,
         )
+
+    def line_of(self, record: Record) -> QueueLine:
+        """As it was accepted: of a dead letter, to find its place again."""
+        message = record.message()
+        work = self._intake.maker(message.type, self._intake.claimant(message))(message, record.origin, record.identity)
+        if record.received_position is not None:
+            work = msgspec.structs.replace(work, lane=record.lane)
+        return self.line(work, Asked())
 
     def _needed(self, message: Message[Any]) -> tuple[Position, ...]:
         """What it depends on; in a gapless stream also on the position before its own."""

@@ -498,9 +498,12 @@ class Inbox(StoredInbox[Tx]):
     async def replay(self, message: Message[Any] | Identity, handler: Callable[..., Any] | None = None) -> Outcome[Any]:
         """Run a dead letter again, now, with the registered handler of its type or the one given.
 
-        PROCESSED when it succeeds. When it fails again it stays dead, with one more attempt and error.
+        PROCESSED when it succeeds. When it fails again it stays dead, with one more attempt and error. One that was
+        accepted goes back to its place in the queue instead, as if it had never been tried: ACCEPTED.
         """
         record = await self._dead_letter(message)
+        if record.received_position is not None and handler is None:
+            return await self._requeue(record)
         kept = record.message()
         if handler is not None:
             known: Handler | None = handler_of(handler)
@@ -515,7 +518,7 @@ class Inbox(StoredInbox[Tx]):
         """Say that a dead letter will never run. Its record stays, so that a redelivery is still known."""
         record = await self._dead_letter(message)
         async with self._settler.unit(record.message()) as unit:
-            if not await unit.discard(record.identity):
+            if not await self._discarded(unit, record):
                 raise NotDead("the record has changed meanwhile; look again", state=record.state.value)
 
     async def cleanup(

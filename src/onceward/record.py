@@ -116,6 +116,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     depends_on: tuple[Position, ...] = ()
     received_position: int | None = None
     processed_position: int | None = None
+    lane: str | None = None
+    """Of a message that was accepted."""
 
     @property
     def consumer(self) -> str:

@@ -13,7 +13,7 @@ import msgspec
 
 from onceward import events
 from onceward.accept import Acceptor, asked
-from onceward.errors import InboxClosed, OncewardError, UsageError
+from onceward.errors import InboxClosed, NotDead, OncewardError, UsageError
 from onceward.handlers import bulk_handler_of
 from onceward.intake import Intake
 from onceward.iterate import Work, works
@@ -21,6 +21,7 @@ from onceward.keys import KeyLike
 from onceward.message import Message, check_position
 from onceward.outcome import Kind, Outcome
 from onceward.queue import QueueStats
+from onceward.record import Record
 from onceward.retry import RetryPolicy
 from onceward.settle import Settler
 from onceward.store import Store
@@ -238,6 +239,25 @@ class StoredInbox(Generic[Tx]):
         if not self._open:
             raise InboxClosed
         return self._crew
+
+    # --- dead letters ---------------------------------------------------------------------------------------
+
+    async def _requeue(self, record: Record) -> Outcome[Any]:
+        """Back to its place in the queue."""
+        async with self._crew.unit() as unit:
+            if not await unit.requeue(record.identity, self._acceptor.line_of(record)):
+                raise NotDead("the record has changed meanwhile; look again", state=record.state.value)
+        outcome: Outcome[Any] = Outcome(Kind.ACCEPTED)
+        self._ring([outcome], None)
+        return outcome
+
+    async def _discarded(self, unit: Any, record: Record) -> bool:
+        """Its lane goes on, where it was in one."""
+        if record.received_position is None:
+            return bool(await unit.discard(record.identity))
+        done = await unit.drop(record.identity, self._acceptor.line_of(record))
+        self._ring([Outcome(Kind.ACCEPTED)], None)
+        return bool(done)
 
     # --- looking --------------------------------------------------------------------------------------------
 

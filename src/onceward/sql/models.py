@@ -142,6 +142,7 @@ class InboxRecord(_Base):
     depends_on: Mapped[Any | None] = mapped_column(_Json)
     received_position: Mapped[int | None] = mapped_column(_Long)
     processed_position: Mapped[int | None] = mapped_column(_Long)
+    lane: Mapped[str | None] = mapped_column(sa.Text)
 
 
 class SchemaVersion(_Base):

@@ -22,7 +22,7 @@ SELECT
     consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
     errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
     received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
-    depends_on::text, received_position, processed_position,
+    depends_on::text, received_position, processed_position, lane,
     clock_timestamp() AS now
 FROM onceward_records WHERE identity = :identity::text::uuid
 
@@ -109,7 +109,7 @@ RETURNING
     consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
     errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
     received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
-    depends_on::text, received_position, processed_position
+    depends_on::text, received_position, processed_position, lane
 
 -- name: discard
 UPDATE onceward_records SET state = 'discarded', payload = NULL, body = NULL, headers = NULL
@@ -194,7 +194,7 @@ SELECT
     consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
     errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
     received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
-    depends_on::text, received_position, processed_position
+    depends_on::text, received_position, processed_position, lane
 FROM onceward_records
 WHERE consumer = :consumer::text AND state <> 'processed' AND state = ANY (string_to_array(:states::text, ','))
   AND received_at <= coalesce(now() - :older::float8 * interval '1 second', 'infinity')
@@ -205,7 +205,7 @@ SELECT
     consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
     errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
     received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
-    depends_on::text, received_position, processed_position
+    depends_on::text, received_position, processed_position, lane
 FROM onceward_records
 WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NULL
   AND processed_at <= coalesce(now() - :older::float8 * interval '1 second', 'infinity')
@@ -216,7 +216,7 @@ SELECT
     consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
     errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
     received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
-    depends_on::text, received_position, processed_position
+    depends_on::text, received_position, processed_position, lane
 FROM onceward_records
 WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NOT NULL
   AND processed_at <= coalesce(now() - :older::float8 * interval '1 second', 'infinity')
@@ -304,7 +304,7 @@ SELECT
     consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
     errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
     received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
-    depends_on::text, received_position, processed_position,
+    depends_on::text, received_position, processed_position, lane,
     uuid_send(identity) AS digest, clock_timestamp() AS now
 FROM onceward_records WHERE identity = ANY (string_to_array(:identities::text, ',')::uuid[])
 
@@ -354,7 +354,7 @@ FROM due WHERE l.lane = due.lane
 RETURNING uuid_send(l.lane) AS lane, l.claims
 
 -- name: queue_take
-SELECT uuid_send(held) AS lane, t.* FROM onceward_take(
+SELECT uuid_send(held) AS lane_id, t.* FROM onceward_take(
     :owner::text, string_to_array(:lanes::text, ',')::uuid[], :most::int) t
 
 -- name: queue_hold
@@ -386,7 +386,7 @@ RETURNING
     r.consumer, r.tenant, scope, key, message_id, type, source, topic, origin, r.state, attempts, started,
     errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
     received_at, processed_at, duration_ms, occurred_at, expires_at, next_try_at, stream, position,
-    depends_on::text, received_position, processed_position
+    depends_on::text, received_position, processed_position, r.lane
 
 -- name: queue_unmark_start
 UPDATE onceward_records

@@ -40,7 +40,7 @@ def claim_lanes(
 
 def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int) -> Plan[Taken]:
     result = yield dialect("queue_take", _owned(owner, lanes) | {"most": most})
-    held = frozenset(bytes(row["lane"]) for row in result.rows)
+    held = frozenset(bytes(row["lane_id"]) for row in result.rows)
     messages = tuple(queued_of(row) for row in result.rows if row["seq"] is not None)
     return Taken(held, messages, str(result.rows[0]["xid"]) if result.rows else None)
 

@@ -90,7 +90,7 @@ def queued_of(row: Mapping[str, Any]) -> Queued:
         unmet = Unmet(needed, None if row["unmet_state"] is None else State(row["unmet_state"]))
     return Queued(
         seq=row["seq"],
-        lane=bytes(row["lane"]),
+        lane=bytes(row["lane_id"]),
         record=record_of(row),
         now=moment_of(row["now"]),
         rank=row["rank"],

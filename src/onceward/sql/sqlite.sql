@@ -236,16 +236,16 @@ RETURNING value
 -- name: queue_keep
 INSERT INTO onceward_records (
     identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, payload, body, headers,
-    payload_hash, host, occurred_at, stream, position, depends_on, received_position, next_try_at)
+    payload_hash, host, occurred_at, stream, position, depends_on, received_position, next_try_at, lane)
 VALUES (
     :identity, :consumer, :tenant, :scope, :key, :message_id, :type, :source, :topic, :origin, 'accepted', :payload,
-    :body, :headers, :payload_hash, :host, :occurred_at, :stream, :position, :depends_on, :seq, :not_before)
+    :body, :headers, :payload_hash, :host, :occurred_at, :stream, :position, :depends_on, :seq, :not_before, :lane_name)
 ON CONFLICT (identity) DO NOTHING
 
 -- A record that failed inline, or whose runner died there.
 -- name: queue_join
 UPDATE onceward_records
-SET state = 'accepted', received_position = :seq,
+SET state = 'accepted', received_position = :seq, lane = :lane_name,
     next_try_at = coalesce(max(next_try_at, :not_before), next_try_at, :not_before)
 WHERE identity = :identity AND received_position IS NULL
   AND (state = 'failed' OR state = 'running' AND next_try_at <= strftime('%Y-%m-%dT%H:%M:%fZ', 'now'))

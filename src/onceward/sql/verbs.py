@@ -347,6 +347,7 @@ def record_of(row: Mapping[str, Any]) -> Record:
         depends_on=_loaded(row["depends_on"], tuple[Position, ...]) or (),
         received_position=row["received_position"],
         processed_position=row["processed_position"],
+        lane=row["lane"],
     )
 
 

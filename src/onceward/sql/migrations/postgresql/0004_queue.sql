@@ -8,6 +8,9 @@ ALTER TABLE onceward_schema ADD COLUMN since integer;
 CREATE SEQUENCE onceward_received;
 CREATE SEQUENCE onceward_processed;
 
+-- The name of its lane, of a message that was accepted; it finds back into it.
+ALTER TABLE onceward_records ADD COLUMN lane text;
+
 -- One row per lane that has messages. It is what workers look for: one is due when run_at has come.
 CREATE TABLE onceward_lanes (
     lane      uuid PRIMARY KEY,   -- onceward_id(consumer, tenant, 'lane', name), or the identity of a message without one
@@ -139,17 +142,17 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
                 identity uuid, lock bigint, tenant text, scope text, key text, type text, lane uuid, rank bigint,
                 track text, message_id text, source text, topic text, origin text, payload text, body text,
                 headers text, payload_hash text, occurred_at timestamptz, stream text, "position" bigint,
-                depends_on text, not_before timestamptz)) AS line),
+                depends_on text, not_before timestamptz, lane_name text)) AS line),
         inserted AS (
             INSERT INTO onceward_records (
                 identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, payload, body,
                 headers, payload_hash, host, occurred_at, stream, "position", depends_on, received_position,
-                next_try_at)
+                next_try_at, lane)
             SELECT
                 identity, of_consumer, tenant, scope, key, coalesce(message_id, key), type, coalesce(source, ''),
                 coalesce(topic, ''), origin, 'accepted', payload::json, decode(body, 'base64'), headers::json,
                 decode(payload_hash, 'base64'), on_host, occurred_at, stream, "position", depends_on::json, seq,
-                not_before
+                not_before, lane_name
             FROM input
             WHERE pg_try_advisory_xact_lock(lock)
             ORDER BY identity      -- so that two lists that share messages cannot wait for each other
@@ -167,10 +170,10 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
                 SELECT line.*, nextval('onceward_received') AS seq
                 FROM json_to_recordset(lines) AS line(
                     identity uuid, lock bigint, lane uuid, rank bigint, track text, "position" bigint,
-                    not_before timestamptz)),
+                    not_before timestamptz, lane_name text)),
             joined AS (
                 UPDATE onceward_records r
-                SET state = 'accepted', received_position = input.seq,
+                SET state = 'accepted', received_position = input.seq, lane = input.lane_name,
                     next_try_at = greatest(r.next_try_at, input.not_before)
                 FROM input
                 WHERE r.identity = ANY (ARRAY[input.identity]) AND r.received_position IS NULL
@@ -231,7 +234,7 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
         headers text, payload_hash bytea, extra text, handler text, host text, received_at timestamptz,
         processed_at timestamptz, duration_ms float8, occurred_at timestamptz, expires_at timestamptz,
         next_try_at timestamptz, stream text, "position" bigint, depends_on text, received_position bigint,
-        processed_position bigint)
+        processed_position bigint, lane text)
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
@@ -254,7 +257,7 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
             r.attempts, r.started, r.errors::text, r.result::text, r.payload::text, r.body, r.headers::text,
             r.payload_hash, r.extra::text, r.handler, r.host, r.received_at, r.processed_at, r.duration_ms,
             r.occurred_at, r.expires_at, r.next_try_at, r.stream, r."position", r.depends_on::text,
-            r.received_position, r.processed_position
+            r.received_position, r.processed_position, r.lane
         FROM unnest(ours) WITH ORDINALITY AS l(lane, place)
         LEFT JOIN LATERAL (
             -- The first messages; of a track its lowest positions, in the places of those that came first.

@@ -7,6 +7,9 @@ CREATE TABLE onceward_counters (
     value     INTEGER NOT NULL
 );
 
+-- The name of its lane, of a message that was accepted; it finds back into it.
+ALTER TABLE onceward_records ADD COLUMN lane TEXT;
+
 -- One row per lane that has messages. It is what workers look for: one is due when run_at has come.
 CREATE TABLE onceward_lanes (
     lane      BLOB NOT NULL PRIMARY KEY,   -- of consumer, tenant and name, or the identity of a message without one
