@@ -19,9 +19,9 @@ class Hand:
         """All that it has said so far, as far as somebody listened."""
 
     @classmethod
-    async def start(cls, **job: Any) -> Hand:
+    async def start(cls, module: str = "onceward.testing.worker_child", **job: Any) -> Hand:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "onceward.testing.worker_child",
+            sys.executable, "-m", module,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         hand = cls(process)

@@ -42,6 +42,7 @@ class WorkerJob(msgspec.Struct):
     lane: str = "by_stream"
     lease: float | None = None
     """The handler is leased, for so many seconds."""
+    freeze_after: float | None = 300.0
     hold: list[str] = []
     die: list[str] = []
     kill_at: str = ""
@@ -115,10 +116,16 @@ async def work(job: WorkerJob, heard: asyncio.StreamReader) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     retry = RetryPolicy(max_attempts=job.max_attempts, base=job.base, cap=job.cap)
     store = PointStore(store_from_url(job.url), reached)
-    inbox: Inbox[Any]
-    async with Inbox(
-        store, consumer=job.consumer, retry=retry, wait=30, lane=getattr(lanes, job.lane), listeners=()
-    ) as inbox:
+    inbox: Inbox[Any] = Inbox(
+        store,
+        consumer=job.consumer,
+        retry=retry,
+        wait=30,
+        lane=getattr(lanes, job.lane),
+        freeze_after=job.freeze_after,
+        listeners=(),
+    )
+    async with inbox:
         if job.lease is None:
             inbox.handler("order.paid")(charge)
         else:

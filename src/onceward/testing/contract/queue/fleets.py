@@ -182,13 +182,24 @@ class FleetContract:
         await drain(inbox, handler)
         assert found != [("0",)]
 
-    async def test_a_worker_that_froze_in_its_transaction_is_replaced_and_changes_nothing(self, lab: Lab) -> None:
+    async def test_a_stricter_limit_of_the_database_stays(self, lab: Lab) -> None:
         needs(lab, "network")
         name = lab.url.rsplit("/", 1)[1]
         await lab.query(f"ALTER DATABASE {name} SET idle_in_transaction_session_timeout = '700ms'")
+        inbox, found = await lab.inbox(), []
+
+        async def handler(message: Message[Any], tx: Any) -> None:
+            found.extend(await lab.run(tx, "SELECT current_setting('idle_in_transaction_session_timeout')"))
+
+        await inbox.accept(lab.message())
+        await drain(inbox, handler)
+        assert found == [("700ms",)]
+
+    async def test_a_worker_that_froze_in_its_transaction_is_replaced_and_changes_nothing(self, lab: Lab) -> None:
+        needs(lab, "network")
         inbox, handler = await lab.inbox(retry=SOON), Recorder(lab)
         await inbox.accept([at(lab, "a1"), at(lab, "a2")])
-        hand = await lab.hand(hold=["a1"])
+        hand = await lab.hand(hold=["a1"], freeze_after=0.7)
         await hand.hear("running")
         froze = time.monotonic()
         hand.freeze()
