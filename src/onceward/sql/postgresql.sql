@@ -332,26 +332,11 @@ SELECT place, how, known_hash
 FROM onceward_accept(:consumer::text, :host::text, :lines::text::json, :lanes::text::json)
 
 -- name: queue_claim
-WITH due AS (
-    SELECT lane FROM onceward_lanes
-    WHERE consumer = :consumer::text AND run_at <= now()
-    ORDER BY run_at LIMIT :most::int FOR NO KEY UPDATE SKIP LOCKED)
-UPDATE onceward_lanes l
-SET owner = :owner::text, claims = l.claims + 1, state = 'running',
-    run_at = clock_timestamp() + :lease::float8 * interval '1 second'
-FROM due WHERE l.lane = due.lane
-RETURNING uuid_send(l.lane) AS lane, l.claims
+SELECT uuid_send(lane) AS lane, claims FROM onceward_claim(:consumer::text, :owner::text, :most::int, :lease::float8)
 
 -- name: queue_claim_share
-WITH due AS (
-    SELECT lane FROM onceward_lanes
-    WHERE consumer = :consumer::text AND run_at <= now() AND share % :shares::bigint = :number::bigint
-    ORDER BY run_at LIMIT :most::int FOR NO KEY UPDATE SKIP LOCKED)
-UPDATE onceward_lanes l
-SET owner = :owner::text, claims = l.claims + 1, state = 'running',
-    run_at = clock_timestamp() + :lease::float8 * interval '1 second'
-FROM due WHERE l.lane = due.lane
-RETURNING uuid_send(l.lane) AS lane, l.claims
+SELECT uuid_send(lane) AS lane, claims
+FROM onceward_claim(:consumer::text, :owner::text, :most::int, :lease::float8, :shares::bigint, :number::bigint)
 
 -- name: queue_take
 SELECT uuid_send(held) AS lane_id, t.* FROM onceward_take(
@@ -363,7 +348,9 @@ WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[]) AND owner = :owner
 ORDER BY lane FOR NO KEY UPDATE
 
 -- name: queue_close
-SELECT onceward_close(:consumer::text, :host::text, :turn::text::json) AS missing
+SELECT onceward_close(
+    :consumer::text, :host::text, :owner::text, :lanes::text::json, :done::text::json, :failed::text::json,
+    :blocked::text::json, :behind::text::json) AS missing
 
 -- name: queue_release
 UPDATE onceward_lanes

@@ -17,6 +17,7 @@ from onceward.sql.queue_rows import lanes_of, queued_of
 from onceward.sql.verbs import record_of
 
 _NEW = KeptLine(Kept.NEW)
+_PARTS = ("done", "failed", "blocked", "behind")
 
 
 def accept(dialect: Dialect, lines: Sequence[QueueLine], consumer: str, host: str) -> Plan[list[KeptLine]]:
@@ -59,7 +60,9 @@ def hold_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Plan[fro
 
 
 def close_lanes(dialect: Dialect, closing: Closing, consumer: str, host: str) -> Plan[None]:
-    result = yield dialect("queue_close", {"turn": _json(closing), "consumer": consumer, "host": host})
+    parts = {name: _json(lines) if (lines := getattr(closing, name)) else None for name in _PARTS}
+    params = {"consumer": consumer, "host": host, "owner": closing.owner, "lanes": _json(closing.lanes), **parts}
+    result = yield dialect("queue_close", params)
     if result.rows[0]["missing"]:
         raise HandlerEndedTransaction("a message is gone: a handler removed it, or changed where tables are found")
 

@@ -73,12 +73,12 @@ CREATE TABLE onceward_arrivals (
     position  bigint NOT NULL
 );
 
--- How the functions below are planned. A worker's session keeps their plans for as long as it lives, and makes them when
--- the tables may be empty; so a plan must be right whatever is in the tables later. Therefore: one plan, and not a new one
--- for each call (plan_cache_mode); no table is ever read from end to end (enable_seqscan); and a row is looked up by
--- `key = ANY (array)`, by `key = ANY (ARRAY[line.key])` where it is joined, or in a subquery that ends in LIMIT. An equals
--- sign in a join, or a condition that a partial index promises, would allow to read a whole index and join the other way
--- round, which looks cheap while the table is small.
+-- How the functions below are planned. A worker's session keeps their plans for as long as it lives, and makes them
+-- when the tables may be empty; so a plan must be right whatever is in the tables later. Therefore: one plan, and not a
+-- new one for each call (plan_cache_mode); no table is ever read from end to end (enable_seqscan); and a row is looked up
+-- by `key = ANY (array)`, by `key = ANY (ARRAY[line.key])` where it is joined, or in a subquery that ends in LIMIT. An
+-- equals sign in a join, or a condition that a partial index promises, would allow to read a whole index and to join the
+-- other way round, which looks cheap while the table is small.
 
 CREATE FUNCTION onceward_position_lock(consumer text, tenant text, stream text, "position" bigint) RETURNS bigint
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
@@ -223,6 +223,57 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
         END IF;
     END $$;
 
+-- Own up to so many lanes that are due, the longest due first. Nothing is lost if a server that crashes forgets a claim:
+-- so it does not wait for the disk.
+CREATE FUNCTION onceward_claim(
+        of_consumer text, by_owner text, most integer, lease float8, shares bigint DEFAULT 1, number bigint DEFAULT 0)
+    RETURNS TABLE (lane uuid, claims integer)
+    LANGUAGE plpgsql
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    SET plan_cache_mode = force_generic_plan
+    AS $$
+    #variable_conflict use_column
+    DECLARE
+        due uuid[];
+    BEGIN
+        due := ARRAY (
+            SELECT lane FROM onceward_lanes
+            WHERE consumer = of_consumer AND run_at <= now() AND share % shares = number
+            ORDER BY run_at LIMIT most FOR NO KEY UPDATE SKIP LOCKED);
+        IF cardinality(due) = 0 THEN
+            RETURN;
+        END IF;
+        PERFORM set_config('synchronous_commit', 'off', true);
+        RETURN QUERY
+        UPDATE onceward_lanes l
+        SET owner = by_owner, claims = l.claims + 1, state = 'running',
+            run_at = clock_timestamp() + lease * interval '1 second'
+        WHERE l.lane = ANY (due)
+        RETURNING l.lane, l.claims;
+    END $$;
+
+-- The first position in `depends_on` that is not processed, and the state of the record there.
+CREATE FUNCTION onceward_unmet(of_consumer text, of_tenant text, depends_on json)
+    RETURNS TABLE (tenant text, stream text, "position" bigint, state text)
+    LANGUAGE plpgsql STABLE STRICT
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    SET plan_cache_mode = force_generic_plan
+    AS $$
+    #variable_conflict use_column
+    BEGIN
+        RETURN QUERY
+        SELECT coalesce(n.tenant, of_tenant), n.stream, n."position",
+               (SELECT r.state FROM onceward_records r
+                WHERE r.consumer = of_consumer AND r.tenant = coalesce(n.tenant, of_tenant) AND r.stream = n.stream
+                  AND r."position" = n."position" LIMIT 1)
+        FROM ROWS FROM (json_to_recordset(depends_on) AS (stream text, "position" bigint, tenant text))
+             WITH ORDINALITY AS n(stream, "position", tenant, nth)
+        WHERE NOT onceward_is_done(of_consumer, coalesce(n.tenant, of_tenant), n.stream, n."position")
+        ORDER BY n.nth LIMIT 1;
+    END $$;
+
 -- Begin a turn: hold the lanes that are still ours, then, in a statement of its own, read what they have. In one
 -- statement the reading would be as of before the lock.
 CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
@@ -245,53 +296,75 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
     #variable_conflict use_column
     DECLARE
         ours uuid[];
+        -- One entry for each message, in the order in which they may run; one for a lane without messages.
+        lanes uuid[];
+        seqs bigint[];
+        identities uuid[];
+        ranks bigint[];
+        tracks text[];
+        dues timestamptz[];
+        behinds boolean[];
     BEGIN
         ours := ARRAY (
             SELECT lane FROM onceward_lanes WHERE lane = ANY (claimed) AND owner = by_owner
             ORDER BY lane FOR NO KEY UPDATE);
+        PERFORM FROM onceward_pending p WHERE p.lane = ANY (ours) AND p.track IS NOT NULL LIMIT 1;
+        IF NOT FOUND THEN
+            SELECT array_agg(l.lane), array_agg(p.seq), array_agg(p.identity), array_agg(p.rank), array_agg(p.due)
+            INTO lanes, seqs, identities, ranks, dues
+            FROM unnest(ours) AS l(lane)
+            LEFT JOIN LATERAL (
+                SELECT p.seq, p.identity, p.rank, p.due FROM onceward_pending p
+                WHERE p.lane = l.lane AND NOT p.aside
+                ORDER BY p.rank, p.seq LIMIT most) p ON true;
+        ELSE
+            SELECT array_agg(lane), array_agg(seq), array_agg(identity), array_agg(rank), array_agg(track),
+                   array_agg(due), array_agg(behind)
+            INTO lanes, seqs, identities, ranks, tracks, dues, behinds
+            FROM (
+                SELECT l.lane, q.seq, q.identity, q.rank, q.track, q.due, q.behind
+                FROM unnest(ours) WITH ORDINALITY AS l(lane, place)
+                LEFT JOIN LATERAL (
+                    -- The first messages; of a track its lowest positions, in the places of those that came first.
+                    SELECT h.place, h.rank, h.track,
+                           CASE WHEN t.aside OR t.seq IS NULL THEN h.seq ELSE t.seq END AS seq,
+                           CASE WHEN t.aside OR t.seq IS NULL THEN h.identity ELSE t.identity END AS identity,
+                           CASE WHEN t.aside OR t.seq IS NULL THEN h.due ELSE t.due END AS due,
+                           coalesce(t.aside, false) AS behind
+                    FROM (
+                        SELECT first.*, row_number() OVER (ORDER BY first.rank, first.seq) AS place,
+                               row_number() OVER (PARTITION BY first.track ORDER BY first.rank, first.seq) AS nth
+                        FROM (SELECT p.* FROM onceward_pending p
+                              WHERE p.lane = l.lane AND NOT p.aside
+                              ORDER BY p.rank, p.seq LIMIT most) first) h
+                    LEFT JOIN LATERAL (
+                        SELECT p.seq, p.identity, p.due, p.aside FROM onceward_pending p
+                        WHERE p.lane = l.lane AND p.track = h.track
+                        ORDER BY p."position", p.seq OFFSET h.nth - 1 LIMIT 1) t ON h.track IS NOT NULL) q ON true
+                ORDER BY l.place, q.place) h;
+        END IF;
+        -- Nested loops, and the other joins are off: so what comes out is in the order of the arrays.
         RETURN QUERY
         SELECT
-            l.lane, txid_current(), q.seq, q.rank, q.track, q.due, q.behind, clock_timestamp(),
+            h.lane, txid_current(), h.seq, h.rank, h.track, h.due, coalesce(h.behind, false), clock_timestamp(),
             d.tenant, d.stream, d."position", d.state,
             r.consumer, r.tenant, r.scope, r.key, r.message_id, r.type, r.source, r.topic, r.origin, r.state,
             r.attempts, r.started, r.errors::text, r.result::text, r.payload::text, r.body, r.headers::text,
             r.payload_hash, r.extra::text, r.handler, r.host, r.received_at, r.processed_at, r.duration_ms,
             r.occurred_at, r.expires_at, r.next_try_at, r.stream, r."position", r.depends_on::text,
             r.received_position, r.processed_position, r.lane
-        FROM unnest(ours) WITH ORDINALITY AS l(lane, place)
-        LEFT JOIN LATERAL (
-            -- The first messages; of a track its lowest positions, in the places of those that came first.
-            SELECT h.place, h.rank, h.track,
-                   CASE WHEN t.aside OR t.seq IS NULL THEN h.seq ELSE t.seq END AS seq,
-                   CASE WHEN t.aside OR t.seq IS NULL THEN h.identity ELSE t.identity END AS identity,
-                   CASE WHEN t.aside OR t.seq IS NULL THEN h.due ELSE t.due END AS due,
-                   coalesce(t.aside, false) AS behind
-            FROM (
-                SELECT first.*, row_number() OVER (ORDER BY first.rank, first.seq) AS place,
-                       row_number() OVER (PARTITION BY first.track ORDER BY first.rank, first.seq) AS nth
-                FROM (SELECT p.* FROM onceward_pending p
-                      WHERE p.lane = l.lane AND NOT p.aside
-                      ORDER BY p.rank, p.seq LIMIT most) first) h
-            LEFT JOIN LATERAL (
-                SELECT p.seq, p.identity, p.due, p.aside FROM onceward_pending p
-                WHERE p.lane = l.lane AND p.track = h.track
-                ORDER BY p."position", p.seq OFFSET h.nth - 1 LIMIT 1) t ON h.track IS NOT NULL) q ON true
-        LEFT JOIN LATERAL (SELECT * FROM onceward_records r WHERE r.identity = q.identity LIMIT 1) r ON true
-        LEFT JOIN LATERAL (
-            SELECT coalesce(n.tenant, r.tenant) AS tenant, n.stream, n."position",
-                   (SELECT o.state FROM onceward_records o
-                    WHERE o.consumer = r.consumer AND o.tenant = coalesce(n.tenant, r.tenant) AND o.stream = n.stream
-                      AND o."position" = n."position" LIMIT 1) AS state
-            FROM ROWS FROM (json_to_recordset(r.depends_on) AS (stream text, "position" bigint, tenant text))
-                 WITH ORDINALITY AS n(stream, "position", tenant, nth)
-            WHERE NOT onceward_is_done(r.consumer, coalesce(n.tenant, r.tenant), n.stream, n."position")
-            ORDER BY n.nth LIMIT 1) d ON r.depends_on IS NOT NULL
-        ORDER BY l.place, q.place;
+        FROM unnest(lanes, seqs, identities, ranks, tracks, dues, behinds)
+             AS h(lane, seq, identity, rank, track, due, behind)
+        LEFT JOIN onceward_records r ON r.identity = ANY (ARRAY[h.identity])
+        LEFT JOIN LATERAL onceward_unmet(r.consumer, r.tenant, r.depends_on) d ON true;
     END $$;
 
--- End a turn; `turn` is onceward.queue.Closing. The order in it matters: first what may have to wait for others, then
--- what others may have to wait for; so nobody waits in a circle. How many messages were not there.
-CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURNS integer
+-- End a turn; what it came to are the lines of onceward.queue.Closing, NULL where there are none. The order in it
+-- matters: first what may have to wait for others, then what others may have to wait for; so nobody waits in a circle.
+-- How many messages were not there.
+CREATE FUNCTION onceward_close(
+        of_consumer text, on_host text, by_owner text, of_lanes json, done json, failed json, blocked json, behind json)
+    RETURNS integer
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
@@ -301,58 +374,42 @@ CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURN
     AS $$
     #variable_conflict use_column
     DECLARE
-        by_owner text;
-        of_lanes json;
-        done json;
-        failed json;
-        blocked json;
-        behind json;
         unfinished text[] := '{accepted,running,failed}';
         missing integer := 0;
+        written_rows integer;
+        gone_rows integer;
         ended record;
         waiting record;
         parked bigint[] := '{}';     -- those that wait now
         too_early uuid[] := '{}';    -- lanes of those whose position is being settled this very moment
         tracks json;
-        quiet uuid[];                -- lanes that may sleep or end
-        alone uuid[];                -- those of them that nobody is adding to
-        empty uuid[];                -- those of them that end
-        asleep uuid[];               -- and those that sleep
+        alone uuid[];                -- lanes that nobody is adding to
     BEGIN
-        -- JSON is read from its beginning each time it is asked for something: so all of it is asked for at once.
-        SELECT * INTO by_owner, of_lanes, done, failed, blocked, behind
-        FROM json_to_record(turn) AS (owner text, lanes json, done json, failed json, blocked json, behind json);
-
-        IF json_array_length(done) > 0 THEN
-            WITH line AS MATERIALIZED (
-                SELECT * FROM json_to_recordset(done) AS (
-                    seq bigint, identity uuid, handler text, result text, duration_ms float8, keep_ms bigint,
-                    started integer)),
-            gone AS (
-                DELETE FROM onceward_pending p USING line WHERE p.seq = ANY (ARRAY[line.seq])
-                RETURNING p.lane, p.track),
-            written AS (
-                UPDATE onceward_records r
-                SET state = 'processed', attempts = r.attempts + 1,
-                    started = greatest(0, r.started - coalesce(line.started, 0)),
-                    processed_at = clock_timestamp(), processed_position = nextval('onceward_processed'),
-                    result = line.result::json, duration_ms = line.duration_ms,
-                    payload = NULL, body = NULL, headers = NULL, next_try_at = NULL,
-                    expires_at = clock_timestamp() + line.keep_ms * interval '1 millisecond',
-                    handler = line.handler, host = on_host
-                FROM line
-                WHERE r.identity = ANY (ARRAY[line.identity]) AND r.state = ANY (unfinished)
-                RETURNING r.identity)
-            SELECT (SELECT count(*) FROM line) * 2 - (SELECT count(*) FROM gone) - (SELECT count(*) FROM written)
-                       AS missing,
-                   (SELECT json_agg(DISTINCT jsonb_build_object('lane', lane, 'track', track)) FROM gone
-                    WHERE track IS NOT NULL) AS tracks
-            INTO ended;
-            missing := missing + ended.missing;
-            tracks := ended.tracks;
+        IF done IS NOT NULL THEN
+            UPDATE onceward_records r
+            SET state = 'processed', attempts = r.attempts + 1,
+                started = greatest(0, r.started - coalesce(line.started, 0)),
+                processed_at = clock_timestamp(), processed_position = nextval('onceward_processed'),
+                result = line.result::json, duration_ms = line.duration_ms,
+                payload = NULL, body = NULL, headers = NULL, next_try_at = NULL,
+                expires_at = clock_timestamp() + line.keep_ms * interval '1 millisecond',
+                handler = line.handler, host = on_host
+            FROM json_to_recordset(done) AS line(
+                seq bigint, identity uuid, handler text, result text, duration_ms float8, keep_ms bigint,
+                started integer)
+            WHERE r.identity = ANY (ARRAY[line.identity]) AND r.state = ANY (unfinished);
+            GET DIAGNOSTICS written_rows = ROW_COUNT;
+            WITH gone AS (
+                DELETE FROM onceward_pending p
+                WHERE p.seq = ANY (ARRAY (SELECT seq FROM json_to_recordset(done) AS (seq bigint)))
+                RETURNING p.lane, p.track)
+            SELECT count(*), json_agg(DISTINCT jsonb_build_object('lane', lane, 'track', track))
+                                 FILTER (WHERE track IS NOT NULL)
+            INTO gone_rows, tracks FROM gone;
+            missing := 2 * json_array_length(done) - written_rows - gone_rows;
         END IF;
 
-        IF json_array_length(failed) > 0 THEN
+        IF failed IS NOT NULL THEN
             WITH line AS MATERIALIZED (
                 SELECT * FROM json_to_recordset(failed) AS (
                     seq bigint, identity uuid, error text, handler text, delay float8, dead boolean, counted boolean,
@@ -383,7 +440,9 @@ CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURN
                     WHERE track IS NOT NULL) AS tracks
             INTO ended;
             missing := missing + ended.missing;
-            tracks := (coalesce(tracks::jsonb, '[]') || coalesce(ended.tracks::jsonb, '[]'))::json;
+            IF ended.tracks IS NOT NULL THEN
+                tracks := (coalesce(tracks::jsonb, '[]') || ended.tracks::jsonb)::json;
+            END IF;
         END IF;
 
         IF missing > 0 THEN
@@ -391,7 +450,7 @@ CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURN
         END IF;
 
         -- What comes next in a track need not stay behind any more.
-        IF json_array_length(tracks) > 0 THEN
+        IF tracks IS NOT NULL THEN
             UPDATE onceward_pending SET aside = false
             WHERE seq = ANY (ARRAY (
                 SELECT (SELECT CASE WHEN p.aside THEN p.seq END FROM onceward_pending p
@@ -402,69 +461,67 @@ CREATE FUNCTION onceward_close(of_consumer text, on_host text, turn json) RETURN
 
         -- Waiting for a position, and settling it, exclude each other: who waits has its lock alone, who settles shares
         -- it (onceward_settled). We do not wait for the lock: who has it is about to settle it.
-        FOR waiting IN
-            SELECT * FROM json_to_recordset(blocked) AS (
-                seq bigint, identity uuid, lane uuid, tenant text, stream text, "position" bigint,
-                deadline timestamptz)
-        LOOP
-            IF NOT pg_try_advisory_xact_lock(
-                    onceward_position_lock(of_consumer, waiting.tenant, waiting.stream, waiting."position")) THEN
-                too_early := too_early || waiting.lane;
-            ELSIF NOT onceward_is_done(of_consumer, waiting.tenant, waiting.stream, waiting."position") THEN
-                INSERT INTO onceward_waits (seq, consumer, tenant, stream, "position", lane, deadline)
-                VALUES (waiting.seq, of_consumer, waiting.tenant, waiting.stream, waiting."position", waiting.lane,
-                        waiting.deadline)
-                ON CONFLICT (seq) DO UPDATE
-                SET tenant = excluded.tenant, stream = excluded.stream, "position" = excluded."position",
-                    deadline = excluded.deadline;
-                UPDATE onceward_pending SET aside = true WHERE seq = waiting.seq AND rank < 0;
-                parked := parked || waiting.seq;
-            END IF;
-        END LOOP;
+        IF blocked IS NOT NULL THEN
+            FOR waiting IN
+                SELECT * FROM json_to_recordset(blocked) AS (
+                    seq bigint, identity uuid, lane uuid, tenant text, stream text, "position" bigint,
+                    deadline timestamptz)
+            LOOP
+                IF NOT pg_try_advisory_xact_lock(
+                        onceward_position_lock(of_consumer, waiting.tenant, waiting.stream, waiting."position")) THEN
+                    too_early := too_early || waiting.lane;
+                ELSIF NOT onceward_is_done(of_consumer, waiting.tenant, waiting.stream, waiting."position") THEN
+                    INSERT INTO onceward_waits (seq, consumer, tenant, stream, "position", lane, deadline)
+                    VALUES (waiting.seq, of_consumer, waiting.tenant, waiting.stream, waiting."position", waiting.lane,
+                            waiting.deadline)
+                    ON CONFLICT (seq) DO UPDATE
+                    SET tenant = excluded.tenant, stream = excluded.stream, "position" = excluded."position",
+                        deadline = excluded.deadline;
+                    UPDATE onceward_pending SET aside = true WHERE seq = waiting.seq AND rank < 0;
+                    parked := parked || waiting.seq;
+                END IF;
+            END LOOP;
+        END IF;
 
-        IF json_array_length(behind) > 0 THEN
+        IF behind IS NOT NULL THEN
             UPDATE onceward_pending SET aside = true
             WHERE seq = ANY (ARRAY (SELECT value::bigint FROM json_array_elements_text(behind)));
         END IF;
 
         -- To sleep, or to end, a lane must be ours alone. Where somebody is adding to it, it is looked at again soon.
-        quiet := ARRAY (
-            SELECT lane FROM json_to_recordset(of_lanes) AS (lane uuid, "then" text)
-            WHERE coalesce("then", 'next') IN ('next', 'wait') AND NOT lane = ANY (too_early));
         alone := ARRAY (
-            SELECT lane FROM onceward_lanes WHERE lane = ANY (quiet) AND owner = by_owner FOR UPDATE SKIP LOCKED);
-        -- It sleeps when nothing in it may run: all are set aside, or the first of its stream waits.
-        SELECT coalesce(array_agg(lane) FILTER (WHERE first IS NULL AND other IS NULL), '{}'),
-               coalesce(array_agg(lane) FILTER (WHERE first IS NULL AND other IS NOT NULL OR first = ANY (parked)), '{}')
-        INTO empty, asleep
-        FROM (SELECT lane,
-                     (SELECT p.seq FROM onceward_pending p WHERE p.lane = a.lane AND NOT p.aside
-                      ORDER BY p.rank, p.seq LIMIT 1) AS first,
-                     (SELECT p.seq FROM onceward_pending p WHERE p.lane = a.lane AND p.aside LIMIT 1) AS other
-              FROM unnest(alone) AS a(lane) OFFSET 0) a;
-        IF cardinality(empty) > 0 THEN
-            DELETE FROM onceward_lanes WHERE lane = ANY (empty);
-        END IF;
-        IF cardinality(empty) = json_array_length(of_lanes) THEN
+            SELECT lane FROM onceward_lanes
+            WHERE owner = by_owner AND lane = ANY (ARRAY (
+                SELECT e.lane FROM json_to_recordset(of_lanes) AS e(lane uuid, "then" text)
+                WHERE coalesce(e."then", 'next') IN ('next', 'wait') AND NOT e.lane = ANY (too_early)))
+            FOR UPDATE SKIP LOCKED);
+        DELETE FROM onceward_lanes l
+        WHERE l.lane = ANY (alone)
+          AND (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside
+               ORDER BY p.rank, p.seq LIMIT 1) IS NULL
+          AND (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND p.aside LIMIT 1) IS NULL;
+        GET DIAGNOSTICS gone_rows = ROW_COUNT;
+        IF gone_rows = json_array_length(of_lanes) THEN
             RETURN 0;
         END IF;
         UPDATE onceward_lanes l
         SET state = CASE WHEN e."then" = 'blocked' THEN 'blocked'
                          WHEN e."then" = 'retry' THEN 'retrying'
                          WHEN e."then" = 'later' THEN 'later'
-                         WHEN l.lane = ANY (asleep) THEN 'waiting'
+                         WHEN e.sleeps AND l.lane = ANY (alone) THEN 'waiting'
                          ELSE 'ready' END,
             run_at = CASE WHEN e."then" = 'blocked' THEN NULL
                           WHEN e."then" IN ('retry', 'later') THEN clock_timestamp() + e.delay * interval '1 second'
-                          WHEN l.lane = ANY (asleep) THEN NULL
-                          WHEN l.lane = ANY (too_early)
-                            OR NOT l.lane = ANY (alone)
-                               AND coalesce((SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside
-                                             ORDER BY p.rank, p.seq LIMIT 1) = ANY (parked), true)
-                          THEN clock_timestamp() + interval '20 milliseconds'
+                          WHEN e.sleeps AND l.lane = ANY (alone) THEN NULL
+                          WHEN e.sleeps OR l.lane = ANY (too_early) THEN clock_timestamp() + interval '20 milliseconds'
                           ELSE clock_timestamp() END,
             blocker = e.blocker, owner = NULL, claims = 0
-        FROM json_to_recordset(of_lanes) AS e(lane uuid, "then" text, delay float8, blocker uuid)
+        FROM (
+            -- It sleeps when nothing in it may run: all are set aside, or the first of its stream waits.
+            SELECT e.*, coalesce((SELECT p.seq FROM onceward_pending p WHERE p.lane = e.lane AND NOT p.aside
+                                  ORDER BY p.rank, p.seq LIMIT 1) = ANY (parked), true) AS sleeps
+            FROM json_to_recordset(of_lanes) AS e(lane uuid, "then" text, delay float8, blocker uuid)
+            OFFSET 0) e
         WHERE l.lane = ANY (ARRAY[e.lane]) AND l.owner = by_owner;
         RETURN 0;
     END $$;
