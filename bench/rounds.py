@@ -35,6 +35,12 @@ class Variant(msgspec.Struct, frozen=True):
     floors: tuple[str, ...] = ()
     """The variants of the same stage that it is compared with."""
     missing: str = ""
+    prepare: Callable[[list[Message[Any]]], Awaitable[None]] | None = None
+    """Before the clock starts: the messages of the slice are put where the step finds them."""
+    whole: bool = False
+    """The step gets all messages of the slice at once, and shares them out itself."""
+    make: Callable[[int], list[Message[Any]]] | None = None
+    """Messages of its own kind, instead of the stage's."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,8 +172,10 @@ async def warm_up(stage: Stage, variant: Variant, plan: Plan) -> int:
 
 
 async def one_slice(stage: Stage, variant: Variant, size: int, plan: Plan) -> Slice:
-    messages = stage.make(size)
-    steps = iter(list(cut(messages, stage.batch)))
+    messages = (variant.make or stage.make)(size)
+    if variant.prepare is not None:
+        await variant.prepare(messages)
+    steps = iter([messages] if variant.whole else list(cut(messages, stage.batch)))
     gc.collect()
     before = await server_cpu(stage)
     began, cpu = time.perf_counter(), time.process_time()
