@@ -14,7 +14,7 @@ from onceward import attempt, codec, identity, settle, together
 from onceward.errors import TryLater
 from onceward.identity import Identity
 from onceward.inbox import Inbox
-from onceward.intake import Intake
+from onceward.intake import Intake, Maker
 from onceward.outcome import Kind, Outcome
 from onceward.record import Record, State
 from onceward.sql import plan, upkeep, verbs
@@ -25,6 +25,7 @@ from onceward.sql.drivers.joined import JoinedSession
 from onceward.sql.drivers.sqlite import SqliteSession
 from onceward.sql.store import SqlUnit
 from onceward.store import Done, Found, InFlight
+from onceward.work import Work
 
 SQLITE, POSTGRES = "sqlite_lab", "postgres_lab"
 BOTH = (SQLITE, POSTGRES)
@@ -231,13 +232,19 @@ def conflicts_are_never_run_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_topic_in_the_scope(patch: pytest.MonkeyPatch) -> None:
-    original = Intake.identity_of
+    original = Intake.maker
 
-    def identity_of(self: Intake, message: Any, key: Any = None) -> Identity:
-        found = original(self, message, key)
-        return Identity(found.consumer, found.tenant, found.scope + message.topic, found.key)
+    def maker(self: Intake, type_: str, handler: Any, **asked: Any) -> Maker:
+        make = original(self, type_, handler, **asked)
 
-    patch.setattr(Intake, "identity_of", identity_of)
+        def made(message: Any, origin: str | None, identity: Identity | None = None) -> Work:
+            found = identity or self.identity_of(message, asked.get("key") or handler.key)
+            wrong = Identity(found.consumer, found.tenant, found.scope + message.topic, found.key)
+            return make(message, origin, wrong)
+
+        return made
+
+    patch.setattr(Intake, "maker", maker)
 
 
 # --- batches ------------------------------------------------------------------------------------------------

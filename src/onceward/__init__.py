@@ -15,13 +15,18 @@ from onceward.errors import (
     BulkError,
     CommitNotApplied,
     CommitUnknown,
+    DependencyCycle,
+    DependencyDead,
+    DependencyMissing,
     HandlerEndedTransaction,
     HandlerNotFound,
+    HandlerTimeout,
     InboxClosed,
     InvalidHandler,
     InvalidMessage,
     KeyInvalid,
     KeyMissing,
+    LeaseLost,
     MessageDead,
     MissingDriver,
     NestedProcess,
@@ -51,11 +56,14 @@ from onceward.handlers import Router
 from onceward.identity import Identity
 from onceward.inbox import Inbox
 from onceward.janitor import Janitor
+from onceward.lease import Lease
 from onceward.message import Message, Position, stream_of
 from onceward.outcome import Kind, Outcome, Verdict, outcome_of, verdict_of
+from onceward.queue import LaneStats, QueueStats
 from onceward.record import Failure, Record, State
 from onceward.retry import RetryPolicy
 from onceward.stats import Stats
+from onceward.stored import Health
 
 __version__ = "0.1.0"
 
@@ -67,9 +75,14 @@ __all__ = [
     "CommitNotApplied",
     "CommitUnknown",
     "Current",
+    "DependencyCycle",
+    "DependencyDead",
+    "DependencyMissing",
     "Failure",
     "HandlerEndedTransaction",
     "HandlerNotFound",
+    "HandlerTimeout",
+    "Health",
     "Identity",
     "Inbox",
     "InboxClosed",
@@ -79,6 +92,9 @@ __all__ = [
     "KeyInvalid",
     "KeyMissing",
     "Kind",
+    "LaneStats",
+    "Lease",
+    "LeaseLost",
     "Message",
     "MessageDead",
     "MissingDriver",
@@ -91,6 +107,7 @@ __all__ = [
     "PayloadTooLarge",
     "PayloadUndecodable",
     "Position",
+    "QueueStats",
     "Record",
     "RecordNotFound",
     "Reject",

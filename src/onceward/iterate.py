@@ -11,12 +11,14 @@ for the block.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from typing import Any
 
 from onceward.current import Current, current_or_none, enter, leave
 from onceward.errors import UsageError
+from onceward.leaving import leaves_loop
 from onceward.message import Message
 from onceward.outcome import Kind
 from onceward.shield import finish
@@ -42,9 +44,14 @@ class Work:
         self._token = enter(self._given.run)
         return self._given.message, self._given.tx
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __aexit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: object
+    ) -> Awaitable[None]:
+        """Done when the block ends; undone when it leaves the loop, by an error, `break` or `return`."""
         leave(self._token)
-        await self._given.end(error)
+        if error is None and leaves_loop(sys._getframe(1)):  # noqa: SLF001 - see there
+            return self._given.abandon()
+        return self._given.end(error)
 
 
 class Given:

@@ -106,7 +106,7 @@ class Settler(Generic[Tx]):
             return await unit.unmark(work.draft())
 
     async def settle(self, work: Work) -> Outcome[Any]:
-        known = self._known(work)
+        known = self.known(work)
         if known is not None:
             return known
         deadline = asyncio.get_running_loop().time() + self._wait
@@ -114,11 +114,11 @@ class Settler(Generic[Tx]):
         while not self._flights.begin(digest):
             if not await self._flights.wait_for(digest, deadline):
                 raise in_flight(self._wait)
-            known = self._known(work)
+            known = self.known(work)
             if known is not None:
                 return known
         try:
-            return await self._try(work, deadline)
+            return await self.settle_now(work, deadline)
         finally:
             self._flights.end(digest)
 
@@ -230,15 +230,15 @@ class Settler(Generic[Tx]):
             await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter
             pause = min(pause * 2, 0.25)
 
-    def _known(self, work: Work) -> Outcome[Any] | None:
+    def known(self, work: Work) -> Outcome[Any] | None:
         """A duplicate of something that this process has seen committed."""
         done = None if work.replayed else self._cache.get(work.identity.digest)
         if done is None:
             return None
         return duplicate(work, done, mismatch=compare(work, done.payload_hash))
 
-    async def _try(self, work: Work, deadline: float) -> Outcome[Any]:
-        loop = asyncio.get_running_loop()
+    async def settle_now(self, work: Work, deadline: float = 0.0) -> Outcome[Any]:
+        """For a caller that has entered the flight. Without a deadline another runner is not waited for."""
         pause, conflicts = 0.005, 0
         if work.redelivered:
             work = msgspec.structs.replace(work, mark_left=self._mark_left)
@@ -247,7 +247,7 @@ class Settler(Generic[Tx]):
                 async with self.unit(work.message) as unit:
                     outcome = await attempt(unit, work)
             except InFlight:
-                if loop.time() + pause > deadline:
+                if asyncio.get_running_loop().time() + pause > deadline:
                     raise in_flight(self._wait) from None
                 work = work.afresh()
             except Conflict as conflict:
@@ -291,10 +291,3 @@ class Settler(Generic[Tx]):
     @property
     def cache(self) -> Cache:
         return self._cache
-
-    def known(self, work: Work) -> Outcome[Any] | None:
-        return self._known(work)
-
-    async def settle_now(self, work: Work) -> Outcome[Any]:
-        """Without waiting for another runner, and for a caller that has entered the flight itself."""
-        return await self._try(work, 0.0)

@@ -151,7 +151,7 @@ class Unit(Protocol[Tx_co]):
     async def complete(self, record: Record) -> None:
         """The closing write: result, extra and duration."""
 
-    async def commit(self) -> None:
+    def commit(self) -> Awaitable[None]:
         """Commit, and prove it: CommitNotApplied, CommitUnknown or HandlerEndedTransaction otherwise."""
 
     async def rollback(self) -> None:

@@ -10,6 +10,7 @@ by itself burns an attempt, and its failure is written in the transaction that h
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from enum import IntEnum
@@ -190,7 +191,7 @@ class Turn:
         if not self._taken.lanes:
             await unit.rollback()
             return []
-        self.full = len(self._taken.messages) >= self._most
+        self.full = max(Counter(queued.lane for queued in self._taken.messages).values(), default=0) >= self._most
         try:
             runnable = await self._sort()
             if runnable:
@@ -333,12 +334,10 @@ class Turn:
         for slot in slots:
             if self._bars(slot):
                 continue
-            if careful and not alone:
-                await self._unit.savepoint()
             try:
                 await self._run(slot)
                 if careful:
-                    await self._unit.savepoint()  # tells whether the transaction is still alive
+                    await self._unit.savepoint()  # it also tells whether the transaction is still alive
             except BaseException as error:  # noqa: BLE001 - also cancellation: everything must be undone
                 await self._failed(slot, error, alone=alone or careful)
                 careful = True  # we are back at the savepoint, with nothing before it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeVar
 
@@ -42,7 +43,7 @@ class Session(Protocol[Tx_co]):
     async def ended(self) -> bool:
         """Whether the open transaction is not the one that we began."""
 
-    async def commit(self) -> None:
+    def commit(self) -> Awaitable[None]:
         """COMMIT, and prove it. See Unit.commit."""
 
     async def rollback(self) -> None:

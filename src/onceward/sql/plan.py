@@ -112,9 +112,7 @@ def literal(value: object) -> str:
     if value is None:
         return "NULL"
     if type(value) is str:
-        if "\0" in value:
-            raise ValueError("a text for the database contains NUL")
-        return "'" + value.replace("'", "''") + "'"
+        return _text(value)
     if type(value) is int:
         return f"({value})"  # -2**63::bigint would negate after the cast, and overflow
     if type(value) is bytes:
@@ -122,3 +120,9 @@ def literal(value: object) -> str:
     if isinstance(value, datetime):
         return f"'{value.isoformat()}'"
     raise TypeError(f"no literal for {type(value).__name__}")
+
+
+def _text(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a text for the database contains NUL")
+    return "'" + value.replace("'", "''") + "'"

@@ -253,7 +253,7 @@ class SqlUnit(Generic[Tx]):
     async def complete(self, record: Record) -> None:
         await self._say(verbs.complete(self._dialect, record))
 
-    def commit(self) -> Coroutine[Any, Any, None]:
+    def commit(self) -> Awaitable[None]:
         return self._session.commit()
 
     def rollback(self) -> Coroutine[Any, Any, None]:

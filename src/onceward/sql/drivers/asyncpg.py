@@ -22,7 +22,7 @@ from onceward.sql.plan import Result, Statement, gives_rows, numbered
 
 class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     def __init__(self, connection: asyncpg.Connection, resets: Resets | None = None) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._resets = resets
 
     @property
@@ -49,9 +49,9 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     def _has_standard_strings(self) -> bool:
         return bool(self._connection.get_settings().standard_conforming_strings == "on")
 
-    def _prepares_on(self) -> Any:
+    def _prepares(self) -> bool:
         """`statement_cache_size=0` is what asyncpg needs behind PgBouncer."""
-        return self._connection if getattr(self._connection, "_stmt_cache_enabled", False) else None
+        return bool(getattr(self._connection, "_stmt_cache_enabled", False))
 
     def _send(self, sql: str) -> Coroutine[Any, Any, str]:
         return self._connection.execute(sql)  # type: ignore[no-any-return]
@@ -104,6 +104,8 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
         self._dsn = dsn
         self._options = pool_options
         self._resets = Resets()
+        # What `setup` sets must hold for all transactions of a session, so nothing may be reset between them.
+        self._rides = pool is None and pool_options.keys().isdisjoint({"reset", "setup"})
         super().__init__(pool, schema, PoolWatch(second_connection, put_on, take_off, acquire, self._resets.release))
         self.features = msgspec.structs.replace(self.features, listens=_can_listen(pool, pool_options))
 
@@ -142,6 +144,4 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
 
     def session_on(self, connection: Any) -> AsyncpgSession:
         # The pool's proxy forgets its connection when that is lost; we still want to ask it.
-        # What `setup` sets must hold for all transactions of a session, so nothing may be reset between them.
-        ours = self._given is None and self._options.keys().isdisjoint({"reset", "setup"})
-        return AsyncpgSession(connection._con, self._resets if ours else None)  # noqa: SLF001
+        return AsyncpgSession(connection._con, self._resets if self._rides else None)  # noqa: SLF001

@@ -51,10 +51,6 @@ _AWAY = ("08", "57P")  # connection exceptions; shutdown, crash, cannot connect 
 _TOKENS, _numbers = token_hex(8), itertools.count()
 """Each transaction has a token that no other has."""
 
-_BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL onceward.token = "
-# A killed process must not hold its claim until a long statement of its handler ends.
-_BEGIN_14 = _BEGIN.replace("SET", "SET LOCAL client_connection_check_interval = '2s'; SET", 1)
-
 LOCATE = Statement(
     "SELECT nspname::text AS schema FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace "
     "WHERE pg_class.oid = to_regclass('onceward_records')"
@@ -110,12 +106,36 @@ class Guard:
             raise HandlerEndedTransaction
 
 
+class Known:
+    """What is known about a connection for as long as it lives."""
+
+    __slots__ = ("begin", "prepared")
+
+    def __init__(self, server_version: int, *, prepares: bool) -> None:
+        # A killed process must not hold its claim until a long statement of its handler ends.
+        check = "SET LOCAL client_connection_check_interval = '2s'; " if server_version >= 14 else ""
+        self.begin = f"BEGIN ISOLATION LEVEL READ COMMITTED; {check}SET LOCAL onceward.token = "
+        """A token has to follow."""
+        self.prepared: set[str] | None = set() if prepares else None
+        """The statements that were prepared. None behind a pooler, where it may be another connection each time."""
+
+
+_known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+
+
 class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     """One connection for a unit of work. Drivers fill in the primitives at the end."""
 
     _token = ""
     _guard: Guard | None = None
     _abandoned = False
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        known = _known.get(connection)
+        if known is None:
+            known = _known[connection] = Known(self._server_version(), prepares=self._prepares())
+        self._known = known
 
     @property
     def lost(self) -> bool:
@@ -132,20 +152,19 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     async def begin(self, first: Statement | None = None) -> Result:
         self._token = f"{_TOKENS}{next(_numbers)}"
         self._guard = self._new_guard()
-        trip = f"{_BEGIN_14 if self._server_version() >= 14 else _BEGIN}'{self._token}'"
+        known = self._known
+        trip = f"{known.begin}'{self._token}'"
         if self.idle_limit is not None:
             trip += f"; SET LOCAL idle_in_transaction_session_timeout = {int(self.idle_limit * 1000)}"
         # A text literal means what we say only with standard_conforming_strings.
         if first is None or gives_rows(first.sql) or not self._has_standard_strings():
             await self._say(trip)
             return await self.execute(first) if first is not None else Result((), 0)
-        connection = self._prepares_on()
-        if connection is None:
+        if known.prepared is None:
             return Result((), count(await self._say(f"{trip}; {inlined(first)}")))
         # As EXECUTE of a prepared statement it costs the server half as much.
-        prepared = _prepared.get(connection)
-        if prepared is None or first.sql not in prepared:
-            await self._prepare(connection, first)
+        if first.sql not in known.prepared:
+            await self._prepare(first, known.prepared)
         try:
             tag = await self._send(f"{trip}; {executing(first)}")
         except Exception as error:  # noqa: BLE001 - told apart there
@@ -153,18 +172,18 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
                 self._raise(error)
             # A handler said DISCARD ALL or DEALLOCATE ALL. Nothing was done yet.
             await self._say("ROLLBACK")
-            await self._prepare(connection, first)
+            await self._prepare(first, known.prepared)
             tag = await self._say(f"{trip}; {executing(first)}")
         return Result((), count(tag))
 
-    async def _prepare(self, connection: Any, statement: Statement) -> None:
+    async def _prepare(self, statement: Statement, prepared: set[str]) -> None:
         name, sql, _ = preparable(statement.sql)
         try:
             await self._send(f"PREPARE {name} AS {sql}")
         except Exception as error:  # noqa: BLE001 - told apart there
             if getattr(error, "sqlstate", None) != _STATEMENT_EXISTS:  # a first try that was cancelled
                 self._raise(error)
-        _prepared.setdefault(connection, set()).add(statement.sql)
+        prepared.add(statement.sql)
 
     async def execute(self, statement: Statement) -> Result:
         if self._guard is not None and self._guard.running:
@@ -206,7 +225,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     def _token_stands(self) -> str:
         return f"coalesce(current_setting('onceward.token', true), '') = '{self._token}'"
 
-    async def commit(self) -> None:
+    def commit(self) -> Awaitable[None]:
         if self.lost:
             raise StoreUnavailable("the connection to PostgreSQL was lost before COMMIT; nothing was written")
         guard, self._guard = self._guard, None
@@ -219,7 +238,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
             raise HandlerEndedTransaction
         if guard.broken:
             raise UsageError("two tasks of the handler used tx.transaction() at the same time, and one was not undone")
-        await self._finish(self._commit())
+        return self._finish(self._commit())
 
     def _refuse_left_behind(self) -> NoReturn:
         self._abandon()
@@ -314,8 +333,8 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     def _has_standard_strings(self) -> bool: ...
 
     @abstractmethod
-    def _prepares_on(self) -> Any:
-        """The connection, as it remembers prepared statements; None behind a pooler, where it may be any."""
+    def _prepares(self) -> bool:
+        """Whether the connection remembers prepared statements. Behind a pooler it may be another one each time."""
 
     @abstractmethod
     def _send(self, sql: str) -> Coroutine[Any, Any, str]:
@@ -431,10 +450,6 @@ class Connected(Generic[Tx]):
             await self._session.rollback()
         finally:
             await self._lent.__aexit__(*error)
-
-
-# Which statements were prepared on a connection.
-_prepared: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 @lru_cache(maxsize=256)

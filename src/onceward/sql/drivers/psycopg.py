@@ -75,8 +75,7 @@ class GuardedConnection(Guard):
 
 
 class PsycopgSession(PostgresSession["psycopg.AsyncConnection[Any]"]):
-    def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        self._connection = connection
+    _connection: psycopg.AsyncConnection[Any]
 
     @property
     def tx(self) -> psycopg.AsyncConnection[Any]:
@@ -100,9 +99,9 @@ class PsycopgSession(PostgresSession["psycopg.AsyncConnection[Any]"]):
     def _has_standard_strings(self) -> bool:
         return self._connection.info.parameter_status("standard_conforming_strings") == "on"
 
-    def _prepares_on(self) -> Any:
+    def _prepares(self) -> bool:
         """`prepare_threshold=None` is what psycopg needs behind PgBouncer."""
-        return None if self._connection.prepare_threshold is None else self._connection
+        return self._connection.prepare_threshold is not None
 
     async def _send(self, sql: str) -> str:
         cursor = await self._connection.execute(sql.encode(), prepare=False)
