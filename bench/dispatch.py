@@ -54,16 +54,17 @@ async def loops(place: Yard, *, write: bool) -> AsyncGenerator[Stage, None]:
         assert isinstance(ours, OncewardQueue)
         assert hand is not None
         floors = ("by hand", "ascetic-ddd")
+        fast = 10_000 if not write else 4_000
         variants = [
-            running("by hand", hand, write=write),
-            running("by hand, 100", hand, floors[:1], write=write, batch=BATCH),
-            *_of_peer(them, PEER, floors[:1], write=write),
-            *_of_peer(other, "pgqueuer", floors, write=write),
-            *_of_peer(other, "pgqueuer, 100", floors, write=write, batch=BATCH),
-            running("onceward, batch=1", ours, floors, write=write, batch=1),
-            running("onceward", ours, (*floors, "by hand, 100"), write=write),
-            running("onceward, streams", ours, floors, write=write, make=of_streams),
-            running("onceward, bulk", ours, (*floors, "by hand, 100"), write=write,
+            running("by hand", hand, write=write, about=500),
+            running("by hand, 100", hand, floors[:1], write=write, batch=BATCH, about=fast),
+            *_of_peer(them, PEER, floors[:1], write=write, about=300),
+            *_of_peer(other, "pgqueuer", floors, write=write, about=1000),
+            *_of_peer(other, "pgqueuer, 100", floors, write=write, batch=BATCH, about=2000),
+            running("onceward, batch=1", ours, floors, write=write, batch=1, about=500),
+            running("onceward", ours, (*floors, "by hand, 100"), write=write, about=fast),
+            running("onceward, streams", ours, floors, write=write, make=of_streams, about=fast),
+            running("onceward, bulk", ours, (*floors, "by hand, 100"), write=write, about=10_000,
                     runs=partial(ours.run_bulk, write=write)),
         ]  # fmt: skip
         yield _stage(place, "run", 1, variants, write=write)

@@ -39,6 +39,9 @@ class Variant(msgspec.Struct, frozen=True):
     """Before the clock starts: the messages of the slice are put where the step finds them."""
     whole: bool = False
     """The step gets all messages of the slice at once, and shares them out itself."""
+    about: int = 0
+    """Of one that is whole: about how many it does in a second. Its start is part of the slice, so slices must not be
+    short, and what a short one took says little."""
     make: Callable[[int], list[Message[Any]]] | None = None
     """Messages of its own kind, instead of the stage's."""
 
@@ -162,6 +165,10 @@ def in_turn(variants: list[Variant], number: int) -> list[Variant]:
 async def warm_up(stage: Stage, variant: Variant, plan: Plan) -> int:
     """Fill pools and caches, and find out how many messages a slice has: as many for each worker."""
     least = stage.workers * stage.batch
+    if variant.about:
+        size = max(least, math.ceil(variant.about * plan.seconds))
+        await one_slice(stage, variant, size, plan)
+        return size
     size, spent = least, 0.0
     while True:
         done = await one_slice(stage, variant, size, plan)

@@ -19,6 +19,7 @@ NAME = "ascetic-ddd"
 KEPT = "SELECT count(*) FROM inbox"
 SETTLED = "SELECT count(*) FROM inbox WHERE processed_position IS NOT NULL"
 EMPTY = "TRUNCATE inbox"
+SLOWS = True
 
 CHARGE = "INSERT INTO charges (message_id, order_id, cents) VALUES (%s, %s, %s)"
 COPY = "COPY inbox (tenant_id, stream_type, stream_id, stream_position, uri, payload, metadata) FROM STDIN"

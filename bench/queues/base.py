@@ -65,6 +65,8 @@ class Kind(Protocol):
     """SQL: how many of them are done."""
     EMPTY: str
     """SQL: forget everything."""
+    SLOWS: bool
+    """It gets slower with what it has done."""
 
     async def set_up(self, dsn: str) -> None: ...
 

@@ -26,6 +26,7 @@ NAME = "by hand"
 KEPT = "SELECT count(*) FROM queue"
 SETTLED = "SELECT count(*) FROM queue WHERE state = 'processed'"
 EMPTY = "TRUNCATE queue"
+SLOWS = False
 
 TABLE = """
 CREATE TABLE queue (

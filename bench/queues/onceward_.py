@@ -17,6 +17,7 @@ NAME = "onceward"
 KEPT = "SELECT count(*) FROM onceward_records"
 SETTLED = "SELECT count(*) FROM onceward_records WHERE state = 'processed'"
 EMPTY = "TRUNCATE onceward_records, onceward_pending, onceward_lanes, onceward_waits"
+SLOWS = False
 
 # What is lost for a moment in these comparisons must come back while we look.
 SOON = RetryPolicy(max_attempts=10, base=0.02, cap=0.1)

@@ -24,6 +24,7 @@ NAME = "pgqueuer"
 KEPT = "SELECT count(*) FROM pgqueuer"
 SETTLED = "SELECT count(*) FROM pgqueuer_log WHERE status = 'successful'"
 EMPTY = "TRUNCATE pgqueuer, pgqueuer_log"
+SLOWS = False
 
 ENTRYPOINT = "charge"
 
