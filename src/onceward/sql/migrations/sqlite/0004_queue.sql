@@ -64,6 +64,15 @@ CREATE TABLE onceward_floors (
     PRIMARY KEY (consumer, tenant, stream)
 );
 
+-- Always empty: it is of use where transactions cannot see each other. Both databases have the same tables, so that one
+-- set of models is true.
+CREATE TABLE onceward_arrivals (
+    consumer  TEXT NOT NULL,
+    tenant    TEXT NOT NULL,
+    stream    TEXT NOT NULL,
+    position  INTEGER NOT NULL
+);
+
 -- Whoever settles a record that has a position wakes what waits for it. There is one writer, so nobody can begin to
 -- wait meanwhile.
 CREATE TRIGGER onceward_settled_first
