@@ -433,8 +433,10 @@ SELECT onceward_drop(:identity::text::uuid, :lane::text::uuid) AS done
 -- name: queue_stood
 SELECT txid_status(:xid::bigint) AS status
 
+-- A call that is lost in a crash of the server is no loss: it need not wait for the disk.
 -- name: queue_call
-SELECT pg_notify(:channel::text, '')
+SELECT set_config('synchronous_commit', 'off', true), pg_notify(:channel::text, '')
+
 -- Counts end at :most, so that a long queue costs no more than a short one.
 -- name: queue_stats_lanes
 SELECT state, count(*) AS lanes, min(run_at) AS next_at
