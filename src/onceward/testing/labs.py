@@ -109,9 +109,8 @@ class PostgresLab(SqlLab):
 
     async def let_time_pass(self) -> None:
         for table, column in _TIMES:
-            await self.query(
-                f"UPDATE {table} SET {column} = now() - interval '1 second' WHERE {column} > now() - interval '1 second'"  # noqa: S608
-            )
+            past = "now() - interval '1 second'"
+            await self.query(f"UPDATE {table} SET {column} = {past} WHERE {column} > {past}")  # noqa: S608
 
     async def slow_commits(self) -> None:
         await self.query(

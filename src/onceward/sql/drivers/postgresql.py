@@ -106,6 +106,11 @@ class Guard:
             raise HandlerEndedTransaction
 
 
+_IDLE_LIMIT = Statement(
+    "SELECT setting::bigint AS ms FROM pg_settings WHERE name = 'idle_in_transaction_session_timeout'"
+)
+
+
 class Known:
     """What is known about a connection for as long as it lives."""
 
@@ -181,10 +186,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         """In milliseconds; what is set for the role or the database stays, where it is stricter."""
         known = self._known
         if known.idle_limit is None:
-            name = "idle_in_transaction_session_timeout"
-            found = await self.execute(
-                Statement(f"SELECT setting::bigint AS ms FROM pg_settings WHERE name = '{name}'")
-            )
+            found = await self.execute(_IDLE_LIMIT)
             known.idle_limit = int(found.rows[0]["ms"])
         return min(int(seconds * 1000), known.idle_limit or int(seconds * 1000))
 

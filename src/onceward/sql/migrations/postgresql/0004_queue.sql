@@ -24,6 +24,7 @@ CREATE TABLE onceward_lanes (
 );
 -- Sleeping lanes are not in it; those that are due later are at its end. So their number costs a worker nothing.
 CREATE INDEX onceward_lanes_due ON onceward_lanes (consumer, run_at) WHERE run_at IS NOT NULL;
+CREATE INDEX onceward_lanes_asleep ON onceward_lanes (consumer) WHERE run_at IS NULL;
 
 -- One row per message that is not settled.
 CREATE TABLE onceward_pending (
@@ -78,10 +79,11 @@ CREATE TABLE onceward_counters (
 
 -- How the functions below are planned. A worker's session keeps their plans for as long as it lives, and makes them
 -- when the tables may be empty; so a plan must be right whatever is in the tables later. Therefore: one plan, and not a
--- new one for each call (plan_cache_mode); no table is ever read from end to end (enable_seqscan); and a row is looked up
--- by `key = ANY (array)`, by `key = ANY (ARRAY[line.key])` where it is joined, or in a subquery that ends in LIMIT. An
--- equals sign in a join, or a condition that a partial index promises, would allow to read a whole index and to join the
--- other way round, which looks cheap while the table is small.
+-- new one for each call (plan_cache_mode); no table is read from end to end where there is another way (enable_seqscan);
+-- where there is none, its price is not a reason to compile the plan (jit); and a row is looked up by `key = ANY (array)`,
+-- by `key = ANY (ARRAY[line.key])` where it is joined, or in a subquery that ends in LIMIT. An equals sign in a join, or a
+-- condition that a partial index promises, would allow to read a whole index and to join the other way round, which looks
+-- cheap while the table is small.
 
 CREATE FUNCTION onceward_position_lock(consumer text, tenant text, stream text, "position" bigint) RETURNS bigint
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
@@ -105,6 +107,7 @@ CREATE FUNCTION onceward_touch(touched uuid[]) RETURNS integer
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     DECLARE
         found_lanes integer;
@@ -129,6 +132,7 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
@@ -241,6 +245,7 @@ CREATE FUNCTION onceward_claim(
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
@@ -269,6 +274,7 @@ CREATE FUNCTION onceward_unmet(of_consumer text, of_tenant text, depends_on json
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     BEGIN
@@ -301,6 +307,7 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
     SET enable_hashjoin = off
     SET enable_mergejoin = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
@@ -385,6 +392,7 @@ CREATE FUNCTION onceward_close(
     SET enable_hashjoin = off
     SET enable_mergejoin = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
@@ -554,6 +562,7 @@ CREATE FUNCTION onceward_settled() RETURNS trigger
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     BEGIN
         IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
@@ -579,6 +588,7 @@ CREATE FUNCTION onceward_wake(of_consumer text, of_tenant text, of_stream text, 
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
@@ -616,6 +626,7 @@ CREATE FUNCTION onceward_overdue(of_consumer text) RETURNS integer
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
@@ -653,6 +664,8 @@ CREATE FUNCTION onceward_requeue(dead uuid, lines json) RETURNS boolean
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
@@ -689,6 +702,8 @@ CREATE FUNCTION onceward_drop(dead uuid, from_lane uuid) RETURNS boolean
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     BEGIN
         UPDATE onceward_records SET state = 'discarded', payload = NULL, body = NULL, headers = NULL
@@ -751,6 +766,11 @@ DO $$
     END $$;
 
 -- Last what needs the table of records to itself: it is written to meanwhile.
+
+-- What holds up its stream.
+CREATE INDEX onceward_records_open ON onceward_records (consumer, tenant, stream, position)
+    WHERE stream IS NOT NULL AND state IN ('accepted', 'running', 'failed', 'dead');
+
 
 -- The name of its lane, of a message that was accepted; it finds back into it.
 ALTER TABLE onceward_records ADD COLUMN lane text;
