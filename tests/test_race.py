@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -23,11 +24,15 @@ from onceward import Inbox, Kind, Message, Position
 from onceward.testing import PostgresLab
 from onceward.testing.contract.queue.fleets import make_ledger
 from onceward.testing.hand import Hand
+from tests.race_child import MISTAKE, VARIABLE
 
 SECONDS = 60.0
 HOT, COLD, SHARED = 2, 20, 6
 """Streams that get most of the messages, those that get the others, and those that share a lane."""
 MOST_PENDING = 400
+STRANDED = """
+    SELECT count(*) FROM onceward_pending p WHERE NOT EXISTS (SELECT FROM onceward_lanes l WHERE l.lane = p.lane)
+"""
 
 
 class Plan:
@@ -135,9 +140,9 @@ class Race:
     # --- workers --------------------------------------------------------------------------------------------
 
     async def hire(self) -> Hand:
-        hand = await self.lab.hand(
-            module="tests.race_child", ledger=True, concurrency=2, batch=self.chance.choice([3, 20]), fail=0.03, after=0.05, base=0.01, cap=0.05, max_attempts=1000, freeze_after=2.0, quiet=True,
-        )  # fmt: skip
+        job = {"ledger": True, "concurrency": 2, "batch": self.chance.choice([3, 20]), "quiet": True}
+        chance = {"fail": 0.03, "after": 0.05, "base": 0.01, "cap": 0.05, "max_attempts": 1000, "freeze_after": 2.0}
+        hand = await self.lab.hand(module="tests.race_child", **job, **chance)
         await hand.hear("ready")
         self.hands.append(hand)
         return hand
@@ -177,10 +182,13 @@ class Race:
             tasks = [
                 asyncio.ensure_future(job)
                 for job in (
-                    self.publish("x", one, two, pool), self.publish("y", two, one, pool), self.publish_shared(one, pool),
-                    self.publish_in_transactions(two, pool), self.disturb(),
+                    self.publish("x", one, two, pool),
+                    self.publish("y", two, one, pool),
+                    self.publish_shared(one, pool),
+                    self.publish_in_transactions(two, pool),
+                    self.disturb(),
                 )
-            ]  # fmt: skip
+            ]
             await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
             self.over.set()
             for error in await asyncio.gather(*tasks, return_exceptions=True):
@@ -194,11 +202,11 @@ class Race:
 
     @asynccontextmanager
     async def _environment(self) -> AsyncIterator[None]:
-        os.environ["ONCEWARD_RACE_MISTAKE"] = self.mistake
+        os.environ[VARIABLE] = self.mistake
         try:
             yield
         finally:
-            del os.environ["ONCEWARD_RACE_MISTAKE"]
+            del os.environ[VARIABLE]
 
     async def _finish(self, pool: asyncpg.Pool, patience: float) -> None:
         deadline = time.monotonic() + patience
@@ -237,8 +245,7 @@ class Race:
                 self.problems.append(f"{len(found)} {what}: {found[:5]}")
         if any(left.values()):
             self.problems.append(f"not done: {left}")
-        homeless = "SELECT count(*) FROM onceward_pending p WHERE NOT EXISTS (SELECT FROM onceward_lanes l WHERE l.lane = p.lane)"
-        if stranded := await pool.fetchval(homeless):
+        if stranded := await pool.fetchval(STRANDED):
             self.problems.append(f"{stranded} stranded: no worker will ever look for them")
         if states != {"processed": len(published)}:
             self.problems.append(f"{len(published)} were published, and the records are {states}")
@@ -262,25 +269,28 @@ async def test_a_race_of_a_minute_loses_doubles_reorders_and_strands_nothing(pos
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_control_claim_and_read_in_one_statement_is_caught(postgres_lab: PostgresLab) -> None:
-    race = Race(postgres_lab, seed=1, mistake="claim and read in one statement")
+    source = await source_of(postgres_lab, "onceward_take")
+    locking = re.compile(r"ours := ARRAY \(\s*SELECT lane FROM onceward_lanes .*?FOR NO KEY UPDATE\);", re.DOTALL)
+    assert locking.search(source), "onceward_take has changed: look for where it locks"
+    reading = locking.sub("ours := claimed;", source).replace("onceward_take(", "onceward_read(")
+    await postgres_lab.query(reading.replace("LANGUAGE plpgsql", "LANGUAGE plpgsql STABLE", 1))
+    race = Race(postgres_lab, seed=1, mistake=MISTAKE)
     problems = await race.run(8, patience=3)
-    print(problems)
-    assert problems, "the race would not have noticed"
+    wrong = [problem for problem in problems if re.search("doubled|reordered|'dead'", problem)]
+    assert wrong, f"the race would not have noticed: {problems}"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_control_no_fence_on_going_idle_is_caught(postgres_lab: PostgresLab) -> None:
     """A lane is put to sleep, or ended, while somebody is adding to it."""
-    await replace_in(postgres_lab, "onceward_touch", "ORDER BY lane FOR KEY SHARE", "")
-    race = Race(postgres_lab, seed=1)
-    problems = await race.run(6, patience=3)
-    print(problems)
-    assert any("stranded" in problem for problem in problems), problems
+    source, fence = await source_of(postgres_lab, "onceward_touch"), "ORDER BY lane FOR KEY SHARE"
+    assert fence in source, "onceward_touch has changed: look for where the fence is now"
+    await postgres_lab.query(source.replace(fence, ""))
+    problems = await Race(postgres_lab, seed=1).run(6, patience=3)
+    assert any("stranded" in problem for problem in problems), f"the race would not have noticed: {problems}"
 
 
-async def replace_in(lab: PostgresLab, function: str, old: str, new: str) -> None:
-    """Another version of a function of the database."""
+async def source_of(lab: PostgresLab, function: str) -> str:
     ((source,),) = await lab.query(f"SELECT pg_get_functiondef(oid) FROM pg_proc WHERE proname = '{function}'")
-    assert old in source, f"{function} has changed: look for where its mistake would be now"
-    await lab.query(source.replace(old, new))
+    return str(source)
