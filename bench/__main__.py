@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import batches, duplicates, embedded, events, peers, postgres, report, single
+from bench import accept, batches, dispatch, duplicates, embedded, events, peers, postgres, report, single
 from bench.questions import Facts, Question, World
 from bench.report import Report
 from bench.rounds import Measured, Plan, Stage, WorkNotDone, measure, slices_of
@@ -26,6 +26,8 @@ QUESTIONS: dict[str, Question] = {
     "sqlite": embedded.stages,
     "peers": peers.stages,
     "events": events.stages,
+    "accept": accept.stages,
+    "dispatch": dispatch.stages,
 }
 WITHOUT_POSTGRES = {"sqlite", "events"}
 

@@ -24,6 +24,12 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     calls: int = 200_000
     """Calls in each round of a micro-benchmark."""
     rounds: int = 7
+    bulk: int = 10_000
+    """Messages in a very long list."""
+    lasting: float = 10.0
+    """Seconds for which messages come one by one, where the time until they are handled is measured."""
+    full: bool = True
+    """How much is in the tables before growth is measured: as much as promised, or a thousandth of it."""
 
 
 class Facts(msgspec.Struct, frozen=True):

@@ -35,6 +35,15 @@ class Variant(msgspec.Struct, frozen=True):
     floors: tuple[str, ...] = ()
     """The variants of the same stage that it is compared with."""
     missing: str = ""
+    prepare: Callable[[list[Message[Any]]], Awaitable[None]] | None = None
+    """Before the clock starts: the messages of the slice are put where the step finds them."""
+    whole: bool = False
+    """The step gets all messages of the slice at once, and shares them out itself."""
+    about: int = 0
+    """Of one that is whole: about how many it does in a second. Its start is part of the slice, so slices must not be
+    short, and what a short one took says little."""
+    make: Callable[[int], list[Message[Any]]] | None = None
+    """Messages of its own kind, instead of the stage's."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +165,10 @@ def in_turn(variants: list[Variant], number: int) -> list[Variant]:
 async def warm_up(stage: Stage, variant: Variant, plan: Plan) -> int:
     """Fill pools and caches, and find out how many messages a slice has: as many for each worker."""
     least = stage.workers * stage.batch
+    if variant.about:
+        size = max(least, math.ceil(variant.about * plan.seconds))
+        await one_slice(stage, variant, size, plan)
+        return size
     size, spent = least, 0.0
     while True:
         done = await one_slice(stage, variant, size, plan)
@@ -166,8 +179,10 @@ async def warm_up(stage: Stage, variant: Variant, plan: Plan) -> int:
 
 
 async def one_slice(stage: Stage, variant: Variant, size: int, plan: Plan) -> Slice:
-    messages = stage.make(size)
-    steps = iter(list(cut(messages, stage.batch)))
+    messages = (variant.make or stage.make)(size)
+    if variant.prepare is not None:
+        await variant.prepare(messages)
+    steps = iter([messages] if variant.whole else list(cut(messages, stage.batch)))
     gc.collect()
     before = await server_cpu(stage)
     began, cpu = time.perf_counter(), time.process_time()

@@ -1,4 +1,4 @@
-"""deploy/kubernetes: the CronJob is one that Kubernetes accepts, and its command is one that onceward has."""
+"""deploy/kubernetes: what is there is what Kubernetes accepts, and it does what the pages say."""
 
 from __future__ import annotations
 
@@ -96,3 +96,97 @@ def test_its_command_cleans_up(cronjob: dict[str, Any], tmp_path: Path, capsys: 
     assert main(words[1:]) == 0
     assert "1 records deleted" in capsys.readouterr().out
     assert asyncio.run(lab.query("SELECT message_id FROM onceward_records")) == [("young",)]
+
+
+# --- workers ------------------------------------------------------------------------------------------------
+
+
+def _deployment_schema() -> dict[str, Any]:
+    """A Deployment is little more than a template of pods, which a CronJob has too."""
+    whole, small = {"type": "integer"}, "io.k8s.apimachinery.pkg"
+
+    def strict(required: list[str], **properties: Any) -> dict[str, Any]:
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+    def known(name: str) -> dict[str, str]:
+        assert name in SCHEMA["$defs"]
+        return {"$ref": f"#/$defs/{name}"}
+
+    number = known(f"{small}.util.intstr.IntOrString")
+    rolling = strict([], maxSurge=number, maxUnavailable=number)
+    spec = strict(
+        ["selector", "template"],
+        replicas=whole,
+        minReadySeconds=whole,
+        paused={"type": "boolean"},
+        progressDeadlineSeconds=whole,
+        revisionHistoryLimit=whole,
+        selector=known(f"{small}.apis.meta.v1.LabelSelector"),
+        strategy=strict([], type={"enum": ["Recreate", "RollingUpdate"]}, rollingUpdate=rolling),
+        template=known("io.k8s.api.core.v1.PodTemplateSpec"),
+    )
+    deployment = strict(
+        ["apiVersion", "kind", "metadata", "spec"],
+        apiVersion={"const": "apps/v1"},
+        kind={"const": "Deployment"},
+        metadata=known(f"{small}.apis.meta.v1.ObjectMeta"),
+        spec=spec,
+    )
+    return deployment | {"$schema": SCHEMA["$schema"], "$defs": SCHEMA["$defs"]}
+
+
+@pytest.fixture
+def deployment() -> dict[str, Any]:
+    text = (ROOT / "deploy" / "kubernetes" / "worker-deployment.yaml").read_text("utf-8")
+    loaded: dict[str, Any] = yaml.safe_load(text)
+    return loaded
+
+
+def worker_of(deployment: dict[str, Any]) -> dict[str, Any]:
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+def test_the_deployment_is_one_that_kubernetes_accepts(deployment: dict[str, Any]) -> None:
+    schema = _deployment_schema()
+    Draft202012Validator.check_schema(schema)
+    Draft202012Validator(schema).validate(deployment)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda one: one.update(apiVersion="apps/v1beta1"),
+        lambda one: one["spec"].pop("selector"),
+        lambda one: one["spec"].update(replica=3),
+        lambda one: one["spec"].update(terminationGracePeriodSeconds=30),  # two levels too high
+        lambda one: one["spec"]["strategy"].update(type="Rolling"),
+        lambda one: worker_of(one)["livenessProbe"].update(periodSeconds="20s"),
+        lambda one: worker_of(one)["livenessProbe"].update(httpget={}),
+        lambda one: worker_of(one)["ports"][0].pop("containerPort"),
+    ],
+)
+def test_a_wrong_deployment_is_found(deployment: dict[str, Any], spoil: Callable[[Any], Any]) -> None:
+    wrong = deepcopy(deployment)
+    spoil(wrong)
+    assert wrong != deployment
+    with pytest.raises(ValidationError):
+        Draft202012Validator(_deployment_schema()).validate(wrong)
+
+
+def test_a_worker_is_stopped_in_order_and_has_as_few_rights_as_it_can(deployment: dict[str, Any]) -> None:
+    spec, container = deployment["spec"], worker_of(deployment)
+    template = spec["template"]
+    labels = template["metadata"]["labels"]
+    assert spec["selector"]["matchLabels"].items() <= labels.items()
+    (grace,) = re.findall(r"grace=(\d+)\)", (ROOT / "docs" / "workers.md").read_text("utf-8"))
+    assert template["spec"]["terminationGracePeriodSeconds"] > int(grace)
+    assert container["command"][0] not in {"sh", "bash", "/bin/sh"}, "a shell keeps the signal for itself"
+    probe = container["livenessProbe"]
+    assert probe["httpGet"]["port"] in {port["name"] for port in container["ports"]}
+    assert probe["timeoutSeconds"] > 5, "health() waits for the database for five"
+    assert template["spec"]["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert all("value" not in variable for variable in container["env"]), "what it is told comes from a secret"

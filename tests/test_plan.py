@@ -142,10 +142,14 @@ def test_migrations_are_numbered_without_gaps(dialect: str) -> None:
 
 
 def test_both_dialects_know_the_same_statements() -> None:
-    postgres, sqlite = (set(DIALECTS[name]().statements) for name in ("postgresql", "sqlite"))
+    """Apart from those of the queue, whose steps are functions in PostgreSQL and statements in SQLite."""
+    postgres, sqlite = (
+        {name for name in DIALECTS[dialect]().statements if not name.startswith("queue_")}
+        for dialect in ("postgresql", "sqlite")
+    )
     of_sets = {"claim_many", "complete_many", "find_many"}  # SQLite says these once for each message
     assert postgres - sqlite == of_sets
-    assert sqlite <= postgres
+    assert sqlite - postgres == {"sweep_floor", "sweep_delete"}  # which are one statement on PostgreSQL
 
 
 def test_a_schema_name_is_quoted() -> None:

@@ -6,12 +6,13 @@ import re
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import asyncpg
 import pytest
 
-from onceward import Inbox
+from onceward import Inbox, Message, UsageError
 from onceward.asyncpg import AsyncpgStore
 from onceward.testing import PostgresLab
 from onceward.testing.lab import Recorder
@@ -115,3 +116,53 @@ async def test_whoever_upgrades_the_owner_of_the_records_may_use_the_queue(postg
             await lab.query(f"ALTER TABLE {table} OWNER TO CURRENT_USER")
         await lab.query(f"DROP OWNED BY {owner}")
         await lab.query(f"DROP ROLE {owner}")
+
+
+# --- row-level security: as docs/retention.md and docs/stored.md have it --------------------------------------------
+
+
+async def choose_tenant(tx: asyncpg.Connection, message: Message[Any]) -> None:
+    await tx.execute("SELECT set_config('app.tenant', $1, true)", message.tenant)
+
+
+async def rows_seen(message: Message[Any], tx: asyncpg.Connection) -> None:
+    tenant = await tx.fetchval("SELECT current_setting('app.tenant')")
+    await tx.execute("INSERT INTO effects VALUES ($1)", f"{message.tenant} as {tenant}")
+
+
+@pytest.fixture
+async def walled(postgres_lab: PostgresLab, role: str) -> str:
+    """The role sees the records of the tenant that its transaction is for."""
+    await postgres_lab.query("ALTER TABLE onceward_records ENABLE ROW LEVEL SECURITY")
+    own = "tenant = current_setting('app.tenant', true)"
+    await postgres_lab.query(f"CREATE POLICY tenants ON onceward_records TO {role} USING ({own})")
+    return role
+
+
+async def accept_for_two(inbox: Inbox[asyncpg.Connection], lab: PostgresLab) -> None:
+    both = [lab.message("m", tenant=tenant, stream="s", position=1) for tenant in ("north", "south")]
+    for _ in range(2):
+        kinds = {outcome.kind.value for outcome in await inbox.accept(both)}
+    assert kinds == {"duplicate"}
+    inline = lab.message("i", tenant="north", stream="s", position=2)
+    assert (await inbox.process(inline, rows_seen)).processed
+
+
+async def test_tenants_behind_policies_accept(postgres_lab: PostgresLab, walled: str) -> None:
+    store = as_role(postgres_lab, walled)
+    async with Inbox(store, consumer="billing", on_begin=choose_tenant, cache=0) as inbox:
+        await accept_for_two(inbox, postgres_lab)
+        with pytest.raises(UsageError, match="row-level security"):
+            await inbox.dispatch(rows_seen)
+    look = "SELECT state, claims FROM onceward_lanes"
+    assert await postgres_lab.query(look) == [("ready", 0)] * 2, "nobody crashed, and others may have them"
+
+
+async def test_a_worker_that_sees_all_tenants_works_for_each(postgres_lab: PostgresLab, walled: str) -> None:
+    store = as_role(postgres_lab, walled)
+    async with Inbox(store, consumer="billing", on_begin=choose_tenant, cache=0) as inbox:
+        await accept_for_two(inbox, postgres_lab)
+        await postgres_lab.query(f"CREATE POLICY workers ON onceward_records TO {walled} USING (true)")
+        while await inbox.dispatch(rows_seen):
+            pass
+    assert await postgres_lab.effects() == ["north as north", "north as north", "south as south"]

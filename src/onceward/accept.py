@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from itertools import groupby
 from typing import Any
 
@@ -39,6 +39,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     lane: str | None = None
     not_before: datetime | None = None
+    wait: timedelta | None = None
+    """From now on, by the clock of the database."""
     origin: str | None = None
     key: KeyLike | None = None
     tx: Any = None
@@ -50,7 +52,7 @@ def asked(
     if lane is not None:
         lane = check_text("lane", lane)
     if isinstance(not_before, timedelta):
-        not_before = datetime.now(UTC) + not_before
+        return Asked(lane=lane, wait=not_before, origin=origin, key=key, tx=tx)
     if not_before is not None and (not isinstance(not_before, datetime) or not_before.tzinfo is None):
         raise UsageError("not_before= is a timedelta, or a datetime with a timezone")
     return Asked(lane=lane, not_before=not_before, origin=origin, key=key, tx=tx)
@@ -77,6 +79,9 @@ class Acceptor:
 
     async def accept(self, messages: Iterable[Message[Any]], about: Asked) -> list[Outcome[Any]]:
         """An outcome for each. Nothing is raised for one message; what concerns all is."""
+        if about.wait is not None:
+            async with self._settler.plain_unit() as unit:
+                about = msgspec.structs.replace(about, not_before=await unit.now() + about.wait)
         makers: dict[str, Maker] = {}
         places = [self._place(message, about, makers) for message in messages]
         self._pair(places)
@@ -119,7 +124,7 @@ class Acceptor:
         own, name = identity.digest, about.lane if about.lane is not None else work.lane
         lane = own if name is None else digest(identity.consumer, identity.tenant, "lane", name)
         is_stream = name is not None and name == message.stream
-        needed = self._needed(message)
+        needed = self._needed(message, identity.tenant)
         return QueueLine(
             identity=own.hex(),
             lock=int.from_bytes(own[:8], "big", signed=True),
@@ -155,16 +160,16 @@ class Acceptor:
             work = msgspec.structs.replace(work, lane=record.lane)
         return self.line(work, Asked())
 
-    def _needed(self, message: Message[Any]) -> tuple[Position, ...]:
+    def _needed(self, message: Message[Any], tenant: str) -> tuple[Position, ...]:
         """What it depends on; in a gapless stream also on the position before its own."""
         stream, position = message.stream, message.position
         if stream is None or position is None:
             return message.depends_on
         for needed in message.depends_on:
-            if needed.stream == stream and needed.position > position and needed.tenant in (None, message.tenant):
+            if needed.stream == stream and needed.position >= position and (needed.tenant or tenant) == tenant:
                 raise InvalidMessage(
                     f"position {position} of {stream!r} depends on position {needed.position} of the same stream, "
-                    "which runs after it"
+                    "which does not run before it"
                 )
         if not self._strict or position <= self._first:
             return message.depends_on

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Iterable
 
 from onceward.errors import TryLater
@@ -78,36 +77,38 @@ def busy(wait: float) -> TryLater:
 
 
 class Cache:
-    """The last identities that are known to be committed. It answers "duplicate" or nothing, never "new"."""
+    """The last identities that are known to be committed. It answers "duplicate" or nothing, never "new".
+
+    Two dicts: when the newer one is half of the size it becomes the older one, and what was that is forgotten. An
+    OrderedDict of thousands would cost more, for each message, than the claim's own text.
+    """
 
     LARGEST_RESULT = 4096
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._done: OrderedDict[bytes, Done] = OrderedDict()
+        self._half = (size + 1) // 2
+        self._new: dict[bytes, Done] = {}
+        self._old: dict[bytes, Done] = {}
 
     def get(self, digest: bytes) -> Done | None:
-        done = self._done.get(digest) if self._done else None
-        if done is not None:
-            self._done.move_to_end(digest)
+        done = self._new.get(digest)
+        if done is None:
+            done = self._old.get(digest)
+            if done is not None:
+                self.put(digest, done)
         return done
 
     def clear(self) -> None:
-        self._done.clear()
+        self._new, self._old = {}, {}
 
     def put_all(self, known: Iterable[tuple[bytes, Done]]) -> None:
-        if self._size <= 0:
-            return
         for digest, done in known:
-            if done.payload_hash is not None and (done.result is None or len(done.result) <= self.LARGEST_RESULT):
-                self._done[digest] = done
-        while len(self._done) > self._size:
-            self._done.popitem(last=False)
+            if done.payload_hash is not None:
+                self.put(digest, done)
 
     def put(self, digest: bytes, done: Done) -> None:
-        if self._size <= 0 or (done.result is not None and len(done.result) > self.LARGEST_RESULT):
+        if self._half <= 0 or (done.result is not None and len(done.result) > self.LARGEST_RESULT):
             return
-        self._done[digest] = done
-        self._done.move_to_end(digest)
-        if len(self._done) > self._size:
-            self._done.popitem(last=False)
+        self._new[digest] = done
+        if len(self._new) >= self._half:
+            self._new, self._old = {}, self._new

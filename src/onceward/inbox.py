@@ -183,9 +183,15 @@ class Inbox(StoredInbox[Tx]):
         key: KeyLike | None = None,
         retry: RetryPolicy | None = None,
         retention: timedelta | None = None,
+        concurrency: int | None = None,
+        timeout: float | None = None,
+        lease: float | None = None,
     ) -> Callable[[F], F]:
         """Register a function for a message type with the inbox's own router."""
-        return self._router.handler(type, payload=payload, key=key, retry=retry, retention=retention)
+        return self._router.handler(
+            type, payload=payload, key=key, retry=retry, retention=retention,
+            concurrency=concurrency, timeout=timeout, lease=lease,
+        )  # fmt: skip
 
     def idempotent(
         self,

@@ -106,15 +106,15 @@ class Settler(Generic[Tx]):
             return await unit.unmark(work.draft())
 
     async def settle(self, work: Work) -> Outcome[Any]:
-        known = self.known(work)
+        digest = work.identity.digest
+        known = self._known(work, digest)
         if known is not None:
             return known
         deadline = asyncio.get_running_loop().time() + self._wait
-        digest = work.identity.digest
         while not self._flights.begin(digest):
             if not await self._flights.wait_for(digest, deadline):
                 raise in_flight(self._wait)
-            known = self.known(work)
+            known = self._known(work, digest)
             if known is not None:
                 return known
         try:
@@ -230,9 +230,9 @@ class Settler(Generic[Tx]):
             await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter
             pause = min(pause * 2, 0.25)
 
-    def known(self, work: Work) -> Outcome[Any] | None:
+    def _known(self, work: Work, digest: bytes) -> Outcome[Any] | None:
         """A duplicate of something that this process has seen committed."""
-        done = None if work.replayed else self._cache.get(work.identity.digest)
+        done = None if work.replayed else self._cache.get(digest)
         if done is None:
             return None
         return duplicate(work, done, mismatch=compare(work, done.payload_hash))

@@ -65,6 +65,8 @@ OnDeadDependency = Literal["wait", "dead", "run"]
 
 NO_HANDLER_PAUSE = 30.0
 """Seconds that a lane waits whose message has no handler here: another version of the service may have one."""
+LONG_TURN = 1.0
+"""Seconds after which a turn begins no more messages: others may have the rest."""
 CROWDED_PAUSE = 0.02
 """Seconds that a lane waits whose handler already runs as often as it may."""
 
@@ -330,10 +332,12 @@ class Turn:
     # --- handlers -------------------------------------------------------------------------------------------
 
     async def _run_each(self, slots: list[Slot]) -> None:
-        careful, alone = self._care >= Care.CAREFUL, True
+        careful, alone, began = self._care >= Care.CAREFUL, True, perf_counter()
         for slot in slots:
             if self._bars(slot):
                 continue
+            if self._slots and perf_counter() - began > LONG_TURN:
+                break
             try:
                 await self._run(slot)
                 if careful:

@@ -42,9 +42,10 @@ LONG = 0.5
 
 
 class Pace:
-    """How much a worker takes at once: little when it is quiet, more under backlog, less where handlers are slow."""
+    """How much a worker takes at once: little when it is quiet, so that others have something to do too; more under
+    backlog, less where handlers are slow."""
 
-    SMALL = 4
+    SMALL = 1
 
     def __init__(self, largest: int) -> None:
         self._largest = max(1, largest)
@@ -64,7 +65,8 @@ class Step(msgspec.Struct):
     """What one claim came to."""
 
     slots: list[Slot]
-    claimed: int = 0
+    claimed: Sequence[bytes] = ()
+    """Lanes."""
     full: bool = False
     due: float | None = None
     """Seconds until a lane is due, when none was claimed."""
@@ -85,8 +87,8 @@ def check_share(share: Any) -> Share | None:
         return None
     try:
         number, shares = share
-        if 0 <= number < shares:
-            return int(number), int(shares)
+        if type(number) is int and type(shares) is int and 0 <= number < shares:
+            return number, shares
     except (TypeError, ValueError):
         pass
     raise UsageError(f"share={share!r}: (0, 3) is the first third of all lanes, (2, 3) the last")
@@ -115,12 +117,14 @@ class Crew:
 
     async def dispatch(self, options: Options) -> Slot | None:
         """One message, or None when nothing is ready."""
+        seen: set[bytes] = set()
         while True:
             step = await self.step(options, lanes=1, most=1)
             if step.slots:
                 return step.slots[0]
-            if not step.claimed:
+            if seen.issuperset(step.claimed):  # none, or one that came up empty a moment ago
                 return None
+            seen.update(step.claimed)
 
     async def step(self, options: Options, *, lanes: int, most: int) -> Step:
         """Claim, and take turns with what was claimed."""
@@ -150,7 +154,7 @@ class Crew:
     ) -> tuple[Step, Slot | None]:
         sound = [claim.lane for claim in claims if claim.claims == 1]
         suspect = [claim.lane for claim in claims if claim.claims > 1]
-        step, leased = Step([], claimed=len(claims)), None
+        step, leased = Step([], claimed=[claim.lane for claim in claims]), None
         for lanes, number in self._groups(sound, most):
             for turn, slots in await self._together(unit, owner, lanes, options, number):
                 step.slots += slots
@@ -332,7 +336,7 @@ class Crew:
                     continue
                 trouble = 0
                 if step.claimed:
-                    full = step.full or step.claimed >= pace.size
+                    full = step.full or len(step.claimed) >= pace.size
                     pace.after(monotonic() - began, full=full)
                     continue
                 pace.idle()

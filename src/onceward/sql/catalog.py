@@ -66,10 +66,10 @@ def migrations(dialect: str) -> tuple[Migration, ...]:
 
 
 @cache
-def made(dialect: str) -> tuple[Made, ...]:
-    """The sum of the migrations, in the order in which it is made."""
+def made(dialect: str, version: int | None = None) -> tuple[Made, ...]:
+    """The sum of the migrations, in the order in which it is made; or of those up to a version."""
     there: dict[tuple[str, str], Made] = {}
-    for statement in all_statements(dialect):
+    for statement in all_statements(dialect, version):
         if found := _CREATE.match(statement):
             kind, name = found[1].lower(), found[2]
             there[kind, name] = Made(kind, name, statement, columns_of(statement) if kind == "table" else ())
@@ -86,8 +86,8 @@ def added_columns(dialect: str, table: str) -> dict[str, str]:
     return {match[2]: statement for match, statement in found if match and match[1] == table}
 
 
-def all_statements(dialect: str) -> Iterator[str]:
-    for migration in migrations(dialect):
+def all_statements(dialect: str, version: int | None = None) -> Iterator[str]:
+    for migration in migrations(dialect)[:version]:
         yield from statements(migration.sql, triggers=dialect == "sqlite")
 
 

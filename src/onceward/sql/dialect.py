@@ -51,7 +51,8 @@ def postgresql(schema: str | None = None) -> Dialect:
 
 
 def sqlite() -> Dialect:
-    return Dialect("sqlite", _statements("sqlite"), bytes, _iso, most_deletes=200)
+    # A bytearray is bound as it is; for bytes sqlite3 looks for an adapter first.
+    return Dialect("sqlite", _statements("sqlite"), bytearray, _iso, most_deletes=200)
 
 
 DIALECTS: Mapping[str, Callable[[], Dialect]] = {"postgresql": postgresql, "sqlite": sqlite}

@@ -96,7 +96,6 @@ class _Base(DeclarativeBase):
 
 
 _Long = sa.BigInteger().with_variant(sa.INTEGER(), "sqlite")
-_Flag = sa.Boolean().with_variant(sa.INTEGER(), "sqlite")
 _Double: TypeEngine[float] = sa.Double().with_variant(sa.REAL(), "sqlite")
 
 
@@ -198,7 +197,7 @@ PENDING = sa.Table(
     _long("rank"),
     _text("track", nullable=True),
     _long("position", nullable=True),
-    sa.Column("aside", _Flag, nullable=False, server_default=sa.false()),
+    sa.Column("aside", sa.Boolean, nullable=False, server_default=sa.false()),
     _moment("due"),
 )
 WAITS = sa.Table(
@@ -223,6 +222,7 @@ FLOORS = sa.Table(
 ARRIVALS = sa.Table(
     "onceward_arrivals", _Base.metadata, _text("consumer"), _text("tenant"), _text("stream"), _long("position")
 )
+COUNTERS = sa.Table("onceward_counters", _Base.metadata, _text("name", primary_key=True), _long("value"))
 
 
 def _index(table: Any, what: str, *columns: str, where: str | None = None) -> None:
@@ -243,7 +243,6 @@ _index(
     RECORDS, "expiring", "consumer", "expires_at", "identity", "processed_at",
     where="state = 'processed' AND expires_at IS NOT NULL",
 )  # fmt: skip
-_index(RECORDS, "queued", "received_position", where="received_position IS NOT NULL AND state <> 'processed'")
 _index(LANES, "due", "consumer", "run_at", where="run_at IS NOT NULL")
 _index(PENDING, "next", "lane", "rank", "seq", where="NOT aside")
 _index(PENDING, "aside", "lane", where="aside")

@@ -10,17 +10,19 @@ import re
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
 
 T = TypeVar("T")
 
 
-class Statement(NamedTuple):
+class Statement(msgspec.Struct, frozen=True, gc=False):
     sql: str
     params: Mapping[str, Any] = {}
 
 
-class Result(NamedTuple):
+class Result(msgspec.Struct, frozen=True, gc=False):
     rows: Sequence[Mapping[str, Any]]
     changed: int
     """Rows inserted, updated or given back: the number that decides."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from onceward.errors import UsageError
 from onceward.message import Position
 from onceward.queue import Queued, QueueLine, Unmet
 from onceward.record import Record, State
@@ -84,6 +85,11 @@ def _look(
 
 
 def queued_of(row: Mapping[str, Any]) -> Queued:
+    if row["state"] is None:
+        raise UsageError(
+            "a message in the queue has no record that this role can see. Workers must see the records of all tenants; "
+            "see docs/stored.md about row-level security. Or somebody deleted the record."
+        )
     unmet = None
     if row["unmet_stream"] is not None:
         needed = Position(row["unmet_stream"], row["unmet_position"], row["unmet_tenant"])

@@ -36,7 +36,9 @@ class SqlLab(Lab):
         if version:
             for statement in statements(schema(self.dialect, version), triggers=self.dialect == "sqlite"):
                 await self.query(statement)
-            await self.query("INSERT INTO onceward_records SELECT * FROM kept_records")
+            then = {one.name: one.columns for one in made(self.dialect, version)}
+            columns = ", ".join(then["onceward_records"])
+            await self.query(f"INSERT INTO onceward_records ({columns}) SELECT {columns} FROM kept_records")  # noqa: S608
         await self.query("DROP TABLE kept_records")
 
 

@@ -24,6 +24,8 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     def __init__(self, connection: asyncpg.Connection, resets: Resets | None = None) -> None:
         super().__init__(connection)
         self._resets = resets
+        self._lent = False
+        """A handler may have had it, and nothing was reset since."""
 
     @property
     def tx(self) -> asyncpg.Connection:
@@ -38,6 +40,7 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     def _new_guard(self) -> Guard:
         if self._resets is not None:  # what rode with the COMMIT before is said no longer
             self._resets.done.discard(self._connection)
+        self._lent = True
         return GuardedConnection(self._connection)
 
     def _in_transaction(self) -> bool:
@@ -59,6 +62,8 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     async def _run(self, statement: Statement) -> Result:
         sql, names = numbered(statement.sql)
         params = [statement.params[name] for name in names]
+        if self._resets is not None and not self._lent:  # what we say ourselves leaves nothing to reset
+            self._resets.done.add(self._connection)
         if gives_rows(sql):
             rows = await self._connection.fetch(sql, *params)
             return Result(rows, len(rows))
@@ -73,6 +78,7 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     def _committed(self) -> None:
         if self._resets is not None:
             self._resets.done.add(self._connection)
+            self._lent = False
 
     def _finish(self, work: Coroutine[Any, Any, None]) -> Awaitable[None]:
         return finish_here(work)  # asyncpg's own timeouts are timers, not cancellations

@@ -106,16 +106,22 @@ class Guard:
             raise HandlerEndedTransaction
 
 
+_IDLE_LIMIT = Statement(
+    "SELECT setting::bigint AS ms FROM pg_settings WHERE name = 'idle_in_transaction_session_timeout'"
+)
+
+
 class Known:
     """What is known about a connection for as long as it lives."""
 
-    __slots__ = ("begin", "prepared")
+    __slots__ = ("begin", "idle_limit", "prepared")
 
     def __init__(self, server_version: int, *, prepares: bool) -> None:
         # A killed process must not hold its claim until a long statement of its handler ends.
         check = "SET LOCAL client_connection_check_interval = '2s'; " if server_version >= 14 else ""
         self.begin = f"BEGIN ISOLATION LEVEL READ COMMITTED; {check}SET LOCAL onceward.token = "
         """A token has to follow."""
+        self.idle_limit: int | None = None
         self.prepared: set[str] | None = set() if prepares else None
         """The statements that were prepared. None behind a pooler, where it may be another connection each time."""
 
@@ -155,7 +161,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         known = self._known
         trip = f"{known.begin}'{self._token}'"
         if self.idle_limit is not None:
-            trip += f"; SET LOCAL idle_in_transaction_session_timeout = {int(self.idle_limit * 1000)}"
+            trip += f"; SET LOCAL idle_in_transaction_session_timeout = {await self._idle_limit(self.idle_limit)}"
         # A text literal means what we say only with standard_conforming_strings.
         if first is None or gives_rows(first.sql) or not self._has_standard_strings():
             await self._say(trip)
@@ -175,6 +181,14 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
             await self._prepare(first, known.prepared)
             tag = await self._say(f"{trip}; {executing(first)}")
         return Result((), count(tag))
+
+    async def _idle_limit(self, seconds: float) -> int:
+        """In milliseconds; what is set for the role or the database stays, where it is stricter."""
+        known = self._known
+        if known.idle_limit is None:
+            found = await self.execute(_IDLE_LIMIT)
+            known.idle_limit = int(found.rows[0]["ms"])
+        return min(int(seconds * 1000), known.idle_limit or int(seconds * 1000))
 
     async def _prepare(self, statement: Statement, prepared: set[str]) -> None:
         name, sql, _ = preparable(statement.sql)

@@ -103,6 +103,8 @@ class Transaction:
 class SqliteSession(HoldsNothing):
     """A unit's transactions: each one a savepoint of the group that its turn is part of."""
 
+    __slots__ = ("_ended", "_leans_on", "_turn", "_tx", "_wait", "_writer", "lost")
+
     def __init__(self, writer: Writer, wait: float) -> None:
         self._writer = writer
         self._wait = wait

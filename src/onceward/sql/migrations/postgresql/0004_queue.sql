@@ -8,9 +8,6 @@ ALTER TABLE onceward_schema ADD COLUMN since integer;
 CREATE SEQUENCE onceward_received;
 CREATE SEQUENCE onceward_processed;
 
--- The name of its lane, of a message that was accepted; it finds back into it.
-ALTER TABLE onceward_records ADD COLUMN lane text;
-
 -- One row per lane that has messages. It is what workers look for: one is due when run_at has come.
 CREATE TABLE onceward_lanes (
     lane      uuid PRIMARY KEY,   -- onceward_id(consumer, tenant, 'lane', name), or the identity of a message without one
@@ -27,6 +24,7 @@ CREATE TABLE onceward_lanes (
 );
 -- Sleeping lanes are not in it; those that are due later are at its end. So their number costs a worker nothing.
 CREATE INDEX onceward_lanes_due ON onceward_lanes (consumer, run_at) WHERE run_at IS NOT NULL;
+CREATE INDEX onceward_lanes_asleep ON onceward_lanes (consumer) WHERE run_at IS NULL;
 
 -- One row per message that is not settled.
 CREATE TABLE onceward_pending (
@@ -73,12 +71,19 @@ CREATE TABLE onceward_arrivals (
     position  bigint NOT NULL
 );
 
+-- Always empty: SQLite counts here, having no sequences. Both have the same tables, so that one set of models is true.
+CREATE TABLE onceward_counters (
+    name      text PRIMARY KEY,
+    value     bigint NOT NULL
+);
+
 -- How the functions below are planned. A worker's session keeps their plans for as long as it lives, and makes them
 -- when the tables may be empty; so a plan must be right whatever is in the tables later. Therefore: one plan, and not a
--- new one for each call (plan_cache_mode); no table is ever read from end to end (enable_seqscan); and a row is looked up
--- by `key = ANY (array)`, by `key = ANY (ARRAY[line.key])` where it is joined, or in a subquery that ends in LIMIT. An
--- equals sign in a join, or a condition that a partial index promises, would allow to read a whole index and to join the
--- other way round, which looks cheap while the table is small.
+-- new one for each call (plan_cache_mode); no table is read from end to end where there is another way (enable_seqscan);
+-- where there is none, its price is not a reason to compile the plan (jit); and a row is looked up by `key = ANY (array)`,
+-- by `key = ANY (ARRAY[line.key])` where it is joined, or in a subquery that ends in LIMIT. An equals sign in a join, or a
+-- condition that a partial index promises, would allow to read a whole index and to join the other way round, which looks
+-- cheap while the table is small.
 
 CREATE FUNCTION onceward_position_lock(consumer text, tenant text, stream text, "position" bigint) RETURNS bigint
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
@@ -102,6 +107,7 @@ CREATE FUNCTION onceward_touch(touched uuid[]) RETURNS integer
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     DECLARE
         found_lanes integer;
@@ -126,15 +132,17 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
         expected bigint;
         fresh uuid[];        -- what is new
-        parked uuid[];       -- and failed records that join the queue
+        parked uuid[];       -- and records that failed inline, or whose runner died there: they join the queue
         kept_lanes uuid[];
         more_lanes uuid[];
-        made bigint;
+        made_lanes uuid[] := '{}';
+        old_lanes uuid[];    -- those that were there, and have to be held
     BEGIN
         WITH input AS MATERIALIZED (
             SELECT line.*, nextval('onceward_received') AS seq
@@ -177,7 +185,8 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
                     next_try_at = greatest(r.next_try_at, input.not_before)
                 FROM input
                 WHERE r.identity = ANY (ARRAY[input.identity]) AND r.received_position IS NULL
-                  AND CASE r.state WHEN 'failed' THEN pg_try_advisory_xact_lock(lock) ELSE false END
+                  AND CASE WHEN r.state = 'failed' OR r.state = 'running' AND r.next_try_at <= now()
+                           THEN pg_try_advisory_xact_lock(lock) ELSE false END
                 RETURNING r.identity, r.next_try_at),
             kept AS (
                 INSERT INTO onceward_pending (seq, identity, lane, rank, track, "position", due)
@@ -189,17 +198,21 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
 
         IF cardinality(kept_lanes) > 0 THEN
             LOOP
-                INSERT INTO onceward_lanes (lane, consumer, tenant, name, share, run_at, state)
-                SELECT lane, of_consumer, tenant, name, share, greatest(coalesce(not_before, now()), now()),
-                       CASE WHEN not_before > now() THEN 'later' ELSE 'ready' END
-                FROM json_to_recordset(of_lanes) AS (
-                    lane uuid, tenant text, name text, share bigint, not_before timestamptz)
-                JOIN unnest(kept_lanes) AS kept(lane) USING (lane)
-                ORDER BY lane
-                ON CONFLICT (lane) DO NOTHING;
-                GET DIAGNOSTICS made = ROW_COUNT;
+                WITH made AS (
+                    INSERT INTO onceward_lanes (lane, consumer, tenant, name, share, run_at, state)
+                    SELECT lane, of_consumer, tenant, name, share, greatest(coalesce(not_before, now()), now()),
+                           CASE WHEN not_before > now() THEN 'later' ELSE 'ready' END
+                    FROM json_to_recordset(of_lanes) AS (
+                        lane uuid, tenant text, name text, share bigint, not_before timestamptz)
+                    JOIN unnest(kept_lanes) AS kept(lane) USING (lane)
+                    ORDER BY lane
+                    ON CONFLICT (lane) DO NOTHING
+                    RETURNING lane)
+                SELECT made_lanes || array_agg(lane) INTO made_lanes FROM made;
+                EXIT WHEN cardinality(made_lanes) = cardinality(kept_lanes);
+                old_lanes := ARRAY (SELECT unnest(kept_lanes) EXCEPT SELECT unnest(made_lanes));
                 -- Nobody can see a lane that is new. One that was there may have ended before we could hold it.
-                EXIT WHEN made = cardinality(kept_lanes) OR onceward_touch(kept_lanes) = cardinality(kept_lanes);
+                EXIT WHEN onceward_touch(old_lanes) = cardinality(old_lanes);
             END LOOP;
         END IF;
 
@@ -232,6 +245,7 @@ CREATE FUNCTION onceward_claim(
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
@@ -260,6 +274,7 @@ CREATE FUNCTION onceward_unmet(of_consumer text, of_tenant text, depends_on json
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     BEGIN
@@ -292,6 +307,7 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
     SET enable_hashjoin = off
     SET enable_mergejoin = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
@@ -325,12 +341,13 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
                 SELECT l.lane, q.seq, q.identity, q.rank, q.track, q.due, q.behind
                 FROM unnest(ours) WITH ORDINALITY AS l(lane, place)
                 LEFT JOIN LATERAL (
-                    -- The first messages; of a track its lowest positions, in the places of those that came first.
+                    -- The first messages; of a track its lowest positions, in the places of those that came first, up to one
+                    -- that is set aside. What is left of the track is behind that.
                     SELECT h.place, h.rank, h.track,
-                           CASE WHEN t.aside OR t.seq IS NULL THEN h.seq ELSE t.seq END AS seq,
-                           CASE WHEN t.aside OR t.seq IS NULL THEN h.identity ELSE t.identity END AS identity,
-                           CASE WHEN t.aside OR t.seq IS NULL THEN h.due ELSE t.due END AS due,
-                           coalesce(t.aside, false) AS behind
+                           coalesce(t.seq, h.seq) AS seq,
+                           CASE WHEN t.seq IS NULL THEN h.identity ELSE t.identity END AS identity,
+                           CASE WHEN t.seq IS NULL THEN h.due ELSE t.due END AS due,
+                           lowest.aside IS NOT NULL AS behind
                     FROM (
                         SELECT first.*, row_number() OVER (ORDER BY first.rank, first.seq) AS place,
                                row_number() OVER (PARTITION BY first.track ORDER BY first.rank, first.seq) AS nth
@@ -338,9 +355,13 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
                               WHERE p.lane = l.lane AND NOT p.aside
                               ORDER BY p.rank, p.seq LIMIT most) first) h
                     LEFT JOIN LATERAL (
-                        SELECT p.seq, p.identity, p.due, p.aside FROM onceward_pending p
-                        WHERE p.lane = l.lane AND p.track = h.track
-                        ORDER BY p."position", p.seq OFFSET h.nth - 1 LIMIT 1) t ON h.track IS NOT NULL) q ON true
+                        SELECT max(of_track.place) AS nth, min(of_track.place) FILTER (WHERE of_track.aside) AS aside
+                        FROM (SELECT ARRAY[coalesce(p."position", 9223372036854775807), p.seq] AS place, p.aside
+                              FROM onceward_pending p WHERE p.lane = l.lane AND p.track = h.track
+                              ORDER BY p."position", p.seq LIMIT h.nth) of_track) lowest ON h.track IS NOT NULL
+                    LEFT JOIN onceward_pending t ON t.seq = lowest.nth[2] AND lowest.aside IS NULL
+                    WHERE lowest.aside IS NULL
+                       OR lowest.aside < ARRAY[coalesce(h."position", 9223372036854775807), h.seq]) q ON true
                 ORDER BY l.place, q.place) h;
         END IF;
         -- Nested loops, and the other joins are off: so what comes out is in the order of the arrays.
@@ -361,7 +382,7 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
 
 -- End a turn; what it came to are the lines of onceward.queue.Closing, NULL where there are none. The order in it
 -- matters: first what may have to wait for others, then what others may have to wait for; so nobody waits in a circle.
--- How many messages were not there.
+-- How many messages were not there. Nothing may be settled in the transaction after this.
 CREATE FUNCTION onceward_close(
         of_consumer text, on_host text, by_owner text, of_lanes json, done json, failed json, blocked json, behind json)
     RETURNS integer
@@ -371,6 +392,7 @@ CREATE FUNCTION onceward_close(
     SET enable_hashjoin = off
     SET enable_mergejoin = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
@@ -453,11 +475,16 @@ CREATE FUNCTION onceward_close(
         IF tracks IS NOT NULL THEN
             UPDATE onceward_pending SET aside = false
             WHERE seq = ANY (ARRAY (
-                SELECT (SELECT CASE WHEN p.aside THEN p.seq END FROM onceward_pending p
-                        WHERE p.lane = t.lane AND p.track = t.track
-                        ORDER BY p."position", p.seq LIMIT 1)
-                FROM json_to_recordset(tracks) AS t(lane uuid, track text)));
+                SELECT seq FROM onceward_pending
+                WHERE aside AND seq = ANY (ARRAY (
+                    SELECT (SELECT p.seq FROM onceward_pending p WHERE p.lane = t.lane AND p.track = t.track
+                            ORDER BY p."position", p.seq LIMIT 1)
+                    FROM json_to_recordset(tracks) AS t(lane uuid, track text)))
+                FOR NO KEY UPDATE SKIP LOCKED));   -- somebody is waking it
         END IF;
+
+        -- Now, and not at COMMIT: whom we wake must not wait for what we are about to lock.
+        SET CONSTRAINTS onceward_settled IMMEDIATE;
 
         -- Waiting for a position, and settling it, exclude each other: who waits has its lock alone, who settles shares
         -- it (onceward_settled). We do not wait for the lock: who has it is about to settle it.
@@ -511,16 +538,19 @@ CREATE FUNCTION onceward_close(
                          WHEN e.sleeps AND l.lane = ANY (alone) THEN 'waiting'
                          ELSE 'ready' END,
             run_at = CASE WHEN e."then" = 'blocked' THEN NULL
-                          WHEN e."then" IN ('retry', 'later') THEN clock_timestamp() + e.delay * interval '1 second'
+                          WHEN e."then" IN ('retry', 'later')
+                          THEN clock_timestamp() + coalesce(e.delay, 0) * interval '1 second'
                           WHEN e.sleeps AND l.lane = ANY (alone) THEN NULL
                           WHEN e.sleeps OR l.lane = ANY (too_early) THEN clock_timestamp() + interval '20 milliseconds'
                           ELSE clock_timestamp() END,
             blocker = e.blocker, owner = NULL, claims = 0
         FROM (
             -- It sleeps when nothing in it may run: all are set aside, or the first of its stream waits.
-            SELECT e.*, coalesce((SELECT p.seq FROM onceward_pending p WHERE p.lane = e.lane AND NOT p.aside
-                                  ORDER BY p.rank, p.seq LIMIT 1) = ANY (parked), true) AS sleeps
+            SELECT e.*, first.seq IS NULL OR first.seq = ANY (parked) AS sleeps
             FROM json_to_recordset(of_lanes) AS e(lane uuid, "then" text, delay float8, blocker uuid)
+            LEFT JOIN LATERAL (
+                SELECT p.seq FROM onceward_pending p WHERE p.lane = e.lane AND NOT p.aside
+                ORDER BY p.rank, p.seq LIMIT 1) first ON true
             OFFSET 0) e
         WHERE l.lane = ANY (ARRAY[e.lane]) AND l.owner = by_owner;
         RETURN 0;
@@ -532,6 +562,7 @@ CREATE FUNCTION onceward_settled() RETURNS trigger
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     BEGIN
         IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
@@ -550,26 +581,41 @@ CREATE FUNCTION onceward_settled() RETURNS trigger
         RETURN NULL;
     END $$;
 
+-- Wake what waits for a position. It waits only for those who end a lane, and they wait for nobody: a lane that somebody
+-- else is waking is left to onceward_overdue.
 CREATE FUNCTION onceward_wake(of_consumer text, of_tenant text, of_stream text, at bigint) RETURNS uuid[]
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
-        seqs bigint[];
+        waiting bigint;
         woken uuid[];
+        held bigint[];
     BEGIN
-        WITH satisfied AS (
-            DELETE FROM onceward_waits
-            WHERE consumer = of_consumer AND tenant = of_tenant AND stream = of_stream AND "position" = at
-            RETURNING seq, lane)
-        SELECT array_agg(seq), array_agg(DISTINCT lane) INTO seqs, woken FROM satisfied;
-        IF woken IS NOT NULL THEN
-            UPDATE onceward_pending SET aside = false WHERE seq = ANY (seqs) AND coalesce(aside, false);
-            PERFORM onceward_touch(woken);
+        SELECT count(*), array_agg(DISTINCT lane) INTO waiting, woken FROM onceward_waits
+        WHERE consumer = of_consumer AND tenant = of_tenant AND stream = of_stream AND "position" = at;
+        IF waiting = 0 THEN
+            RETURN NULL;
         END IF;
+        PERFORM FROM onceward_lanes WHERE lane = ANY (woken) ORDER BY lane FOR KEY SHARE;
+        -- A statement of its own: it sees what those did whom the lock had to wait for.
+        UPDATE onceward_lanes SET state = 'ready', run_at = clock_timestamp()
+        WHERE lane = ANY (ARRAY (SELECT lane FROM onceward_lanes WHERE lane = ANY (woken) AND state IN ('waiting', 'later')
+                       ORDER BY lane FOR NO KEY UPDATE SKIP LOCKED));
+        held := ARRAY (
+            SELECT seq FROM onceward_waits w
+            WHERE consumer = of_consumer AND tenant = of_tenant AND stream = of_stream AND "position" = at
+              AND NOT EXISTS (SELECT FROM onceward_lanes l WHERE l.lane = w.lane AND l.state IN ('waiting', 'later'))
+            FOR UPDATE OF w SKIP LOCKED);
+        IF cardinality(held) < waiting THEN
+            INSERT INTO onceward_arrivals VALUES (of_consumer, of_tenant, of_stream, at);
+        END IF;
+        DELETE FROM onceward_waits WHERE seq = ANY (held);
+        UPDATE onceward_pending SET aside = false WHERE seq = ANY (held) AND aside;
         RETURN woken;
     END $$;
 
@@ -580,6 +626,7 @@ CREATE FUNCTION onceward_overdue(of_consumer text) RETURNS integer
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
@@ -600,7 +647,10 @@ CREATE FUNCTION onceward_overdue(of_consumer text) RETURNS integer
         END IF;
         FOR arrived IN
             DELETE FROM onceward_arrivals WHERE ctid = ANY (ARRAY (
-                SELECT ctid FROM onceward_arrivals WHERE consumer = of_consumer LIMIT 1000 FOR UPDATE SKIP LOCKED))
+                SELECT ctid FROM onceward_arrivals
+                WHERE consumer = of_consumer AND pg_try_advisory_xact_lock_shared(
+                    onceward_position_lock(consumer, tenant, stream, "position"))   -- nobody is about to wait for it
+                LIMIT 1000 FOR UPDATE SKIP LOCKED))
             RETURNING *
         LOOP
             woken := woken + coalesce(cardinality(onceward_wake(
@@ -614,6 +664,8 @@ CREATE FUNCTION onceward_requeue(dead uuid, lines json) RETURNS boolean
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
@@ -650,6 +702,8 @@ CREATE FUNCTION onceward_drop(dead uuid, from_lane uuid) RETURNS boolean
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET plan_cache_mode = force_generic_plan
+    SET jit = off
     AS $$
     BEGIN
         UPDATE onceward_records SET state = 'discarded', payload = NULL, body = NULL, headers = NULL
@@ -712,12 +766,18 @@ DO $$
     END $$;
 
 -- Last what needs the table of records to itself: it is written to meanwhile.
+
+-- What holds up its stream.
+CREATE INDEX onceward_records_open ON onceward_records (consumer, tenant, stream, position)
+    WHERE stream IS NOT NULL AND state IN ('accepted', 'running', 'failed', 'dead');
+
+
+-- The name of its lane, of a message that was accepted; it finds back into it.
+ALTER TABLE onceward_records ADD COLUMN lane text;
+
 CREATE CONSTRAINT TRIGGER onceward_settled
     AFTER INSERT OR UPDATE OF state ON onceward_records
     DEFERRABLE INITIALLY DEFERRED
     FOR EACH ROW
     WHEN (NEW.stream IS NOT NULL AND NEW."position" IS NOT NULL AND NEW.state IN ('processed', 'dead', 'discarded'))
     EXECUTE FUNCTION onceward_settled();
-
-CREATE INDEX onceward_records_queued ON onceward_records (received_position) WHERE received_position IS NOT NULL
-    AND state <> 'processed';
