@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
 from onceward.queue import LaneClaim, Taken
 from onceward.sql.plan import Statement
 from onceward.sql.queue_rows import queued_of
@@ -28,41 +26,37 @@ CLAIM_AND_READ = """
 WITH pause AS MATERIALIZED (SELECT pg_sleep(0.02)),
 due AS MATERIALIZED (
     SELECT lane FROM onceward_lanes, pause
-    WHERE consumer = :consumer::text AND run_at <= now()
+    WHERE consumer = :consumer::text AND run_at <= clock_timestamp()
     ORDER BY run_at LIMIT :most::int FOR NO KEY UPDATE OF onceward_lanes SKIP LOCKED),
 claimed AS MATERIALIZED (
-    UPDATE onceward_lanes l
-    SET owner = :owner::text, state = 'running', claims = l.claims + 1,
-        run_at = clock_timestamp() + :lease::float8 * interval '1 second'
-    FROM due WHERE l.lane = due.lane
-    RETURNING l.lane, l.claims)
-SELECT uuid_send(held) AS lane_id, claimed.claims, t.*
-FROM onceward_read(:owner::text, ARRAY (SELECT lane FROM claimed), 4) t JOIN claimed ON claimed.lane = t.held
+    UPDATE onceward_lanes l SET owner = :owner::text, state = 'running' FROM due WHERE l.lane = due.lane
+    RETURNING l.lane)
+SELECT uuid_send(held) AS lane_id, t.* FROM onceward_read(:owner::text, ARRAY (SELECT lane FROM claimed), 4) t
 """
 
 
 def claim_and_read_in_one_statement() -> None:
-    """What is read is as of before the lock, so it may be what the one before us has just done."""
-    take_what_is_there = SqlUnit.take_lanes
+    """As it is often written by hand: a lane is claimed by locking it, in the transaction of the turn, and read in the
+    same statement. What is read is as of before the lock, so it may be what the one before us has just done."""
+    take_what_is_ours = SqlUnit.take_lanes
 
     async def claim_lanes(
         self: Any, consumer: str, owner: str, *, most: int, lease: float, share: Any = None
     ) -> list[LaneClaim]:
-        values = {"consumer": consumer, "owner": owner, "most": most, "lease": float(lease)}
-        result = await self._session.execute(Statement(CLAIM_AND_READ, values))
+        values = {"consumer": consumer, "owner": owner, "most": most}
+        result = await self._session.begin(Statement(CLAIM_AND_READ, values))
+        self._placed = False
         self.read = result.rows
-        claims = {bytes(row["lane_id"]): row["claims"] for row in result.rows}
-        return [LaneClaim(lane, times) for lane, times in claims.items()]
+        if not self.read:
+            await self.rollback()
+        return [LaneClaim(lane, 1) for lane in dict.fromkeys(bytes(row["lane_id"]) for row in self.read)]
 
     async def take_lanes(self: Any, owner: str, lanes: Sequence[bytes], **options: Any) -> Taken:
         read, self.read = self.read, None
-        taken = await take_what_is_there(self, owner, lanes, **options)
-        if read is None:  # another try
-            return taken
-        messages = tuple(
-            queued_of(row) for row in read if row["seq"] is not None and bytes(row["lane_id"]) in taken.lanes
-        )
-        return msgspec.structs.replace(taken, messages=messages)
+        if read is None:  # another try: it was rolled back, and is ours no more
+            return await take_what_is_ours(self, owner, lanes, **options)
+        messages = tuple(queued_of(row) for row in read if row["seq"] is not None)
+        return Taken(frozenset(lanes), messages, str(read[0]["xid"]))
 
     SqlUnit.claim_lanes = claim_lanes  # type: ignore[method-assign]
     SqlUnit.take_lanes = take_lanes  # type: ignore[assignment, method-assign]
