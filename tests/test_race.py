@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from itertools import cycle
 from typing import Any
 
 import asyncpg
@@ -77,6 +78,7 @@ class Race:
         self.hands: list[Hand] = []
         self.problems: list[str] = []
         self.killed = self.frozen = 0
+        self.troubles = cycle(["kill", "freeze", "kill", "stop"])
 
     # --- publishers -----------------------------------------------------------------------------------------
 
@@ -160,7 +162,7 @@ class Race:
                 return
             await self.hire()
             hand = self.hands.pop(self.chance.randrange(len(self.hands) - 1))
-            match self.chance.choice(["kill", "kill", "stop", "freeze"]):
+            match next(self.troubles):
                 case "kill":
                     await hand.kill()
                     self.killed += 1
@@ -193,6 +195,8 @@ class Race:
                 )
             ]
             await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+            while not self.control and (self.killed < 2 or not self.frozen) and not any(task.done() for task in tasks):
+                await asyncio.sleep(0.1)  # a machine that has too much to do
             self.over.set()
             for error in await asyncio.gather(*tasks, return_exceptions=True):
                 if error is not None:
