@@ -1,7 +1,7 @@
 """What document 003 of the seeds asks for: a transactional inbox with causal consistency and partitioned workers.
 
-Each part names the section it comes from, with the document's words beside ours. Its traps (a position of 32 bits, a URI
-of 60 characters, dependants that must go to the same worker) are looked at too, and nobody is in them here.
+Each part names the section it comes from, with the document's words beside ours. Its traps (a position of 32 bits, a
+URI of 60 characters, dependants that must go to the same worker) are looked at too, and nobody is in them here.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ async def lanes_of(lab: Lab) -> list[str]:
 
 
 async def test_uri_partition_key_strategy(lab: Lab) -> None:
-    """`UriPartitionKeyStrategy()`: lanes.by_topic. `kafka://orders`: all go to one worker; `kafka://orders/order-123`: by
-    the hash of the full URI."""
+    """`UriPartitionKeyStrategy()`: lanes.by_topic. `kafka://orders`: all go to one worker; `kafka://orders/order-123`:
+    by the hash of the full URI."""
     inbox, handler = await inbox_of(lab, lane=lanes.by_topic), Seen(lab)
     await inbox.accept([inbox_message(1, {"id": one}) for one in ("b", "a")])
     await inbox.accept([inbox_message(1, {"id": one}, uri=f"kafka://orders/order-{one}") for one in ("c", "d")])
