@@ -186,17 +186,19 @@ class LeaseContract:
         await inbox.accept(at(lab, "a1"))
         first = asyncio.ensure_future(inbox.dispatch())
 
-        async def second() -> Any:
-            while (outcome := await other.dispatch()) is None:
-                await asyncio.sleep(0.01)
-            return outcome
+        second: list[Any] = []
 
-        heirs = asyncio.ensure_future(second())
+        async def got() -> bool:
+            second.append(await other.dispatch())
+            return second[-1] is not None
+
+        heirs = asyncio.ensure_future(until(got))
         await asyncio.wait([first], timeout=30)
         assert first.done()
         assert await (await lab.inbox()).dispatch(third) is None, "the heir has it"
         go.set()
-        assert (await heirs).kind is Kind.PROCESSED
+        await heirs
+        assert second[-1].kind is Kind.PROCESSED
         with contextlib.suppress(OncewardError):
             await first
         assert third.runs == []
