@@ -152,6 +152,10 @@ class Queue:
             record: Record = found.record
             return record
 
+    async def gone(self, *keys: str) -> bool:
+        async with self.unit() as unit:
+            return [await unit.find(identity_of(key)) for key in keys] == [None] * len(keys)
+
     async def state(self, key: str) -> State:
         return (await self.find(key)).state
 

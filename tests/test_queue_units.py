@@ -13,9 +13,10 @@ import pytest
 from onceward import Inbox, Message
 from onceward.errors import HandlerEndedTransaction
 from onceward.message import Position
-from onceward.queue import SHARED, Closing, Kept, LaneEnd, Then
-from onceward.record import Failure, Record, State
-from onceward.store import ClaimLine
+from onceward.queue import SHARED, Closing, Kept, LaneEnd, QueueStats, Then
+from onceward.record import Decision, Failure, Record, State, decide
+from onceward.retry import RetryPolicy
+from onceward.store import ClaimLine, Sweepable
 from onceward.testing import AiosqliteLab, Lab, PostgresLab, PsycopgLab, SqlAlchemyPostgresLab, SqliteLab
 from tests.queue_tools import (
     CONSUMER,
@@ -522,6 +523,127 @@ class QueueUnits:
         record = await queue.find("dead-1")
         assert (record.state, record.payload) == (State.DISCARDED, None)
         assert await queue.drain() == ["o-2"]
+
+    # --- the numbers of it --------------------------------------------------------------------------------------
+
+    async def test_the_numbers_of_a_queue(self, queue: Queue) -> None:
+        async with queue.unit() as unit:
+            assert await unit.queue_stats(CONSUMER) == QueueStats()
+        await queue.accept(line_of("fail", lane="fails"), line_of("f-2", lane="fails"))
+        await queue.accept(line_of("dead", stream="dies", position=1), line_of("d-2", stream="dies", position=2))
+        await queue.accept(line_of("dead-3", lane="alone"))
+        await queue.accept(line_of("w-1", lane="waits", stream="w", position=2, depends_on=[Position("stock", 1)]))
+        await queue.accept(line_of("w-2", stream="own", position=1, depends_on=[Position("stock", 2)]))
+        await queue.drain()
+        await queue.accept(line_of("r-1", lane="runs"))
+        await queue.claim("w")
+        await queue.accept(line_of("ready", lane="ready"), line_of("later", lane="later", not_before=now() + SOON))
+        async with queue.unit() as unit:
+            stats = await unit.queue_stats(CONSUMER)
+            assert await unit.queue_stats("shipping") == QueueStats()
+            assert len((await unit.queue_stats(CONSUMER, worst=2)).worst) == 2
+        assert (stats.pending, stats.lanes, stats.dead, stats.exact) == (8, 8, 2, True)
+        assert (stats.ready, stats.running, stats.retrying, stats.later) == (1, 1, 1, 1)
+        assert (stats.waiting, stats.blocked) == (2, 2)
+        assert stats.oldest_at == (await queue.find("fail")).received_at
+        assert stats.next_try_at is not None
+        assert SOON / 2 < stats.next_try_at - now() < SOON
+        told = {lane.name: (lane.state, lane.pending, lane.blocked_on) for lane in stats.worst}
+        assert told == {
+            "dies": ("blocked", 1, "dead"),
+            "alone": ("blocked", 0, "dead-3"),
+            "fails": ("retrying", 2, None),
+            "waits": ("waiting", 1, "stock 1"),
+            "own": ("waiting", 1, "stock 2"),
+        }
+        assert [lane.state for lane in stats.worst][:2] == ["blocked", "blocked"]
+        assert all(lane.oldest is not None for lane in stats.worst)
+
+    # --- inline work leaves it alone --------------------------------------------------------------------------
+
+    async def test_inline_work_does_not_touch_what_is_in_the_queue(self, queue: Queue) -> None:
+        await queue.accept(line_of("o-1", lane="l"))
+        draft = await self._draft("o-1")
+        lanes = await queue.claim("w")
+        for state in (State.ACCEPTED, State.RUNNING, State.FAILED):
+            if state is State.RUNNING:
+                async with queue.unit() as unit:
+                    await unit.mark_start("w", lane_of("l"), identity_of("o-1"))
+            if state is State.FAILED:
+                (one,) = (await queue.look("w", lanes)).messages
+                closing = Closing("w", [LaneEnd(lane_of("l").hex())], [], [failed_line(one, delay=0.0, counted=False)])
+                await queue.close("w", lanes, closing)
+            before = await queue.find("o-1")
+            assert before.state is state
+            async with queue.unit() as unit:
+                assert not await unit.mark(before, draft)
+                found = await unit.claim(draft)
+                assert found is not None
+                assert decide(found.record, RetryPolicy(max_attempts=1), found.now) is Decision.ACCEPTED
+                assert not await unit.take(before, draft)
+                await unit.rollback()
+                assert await unit.fail(draft, Failure("E", "no"), State.FAILED, None) is None
+                assert await unit.bury(draft, Failure("E", "no"), over=(State.RUNNING, State.FAILED)) is None
+                assert await queue.find("o-1") == before
+        async with queue.unit() as unit:
+            await unit.unmark(draft)
+        assert (await queue.find("o-1")).state is State.FAILED
+
+    # --- floors -------------------------------------------------------------------------------------------------
+
+    async def _sweep(self, queue: Queue) -> int:
+        async with queue.unit() as unit:
+            swept = await unit.sweep(CONSUMER, Sweepable.OLD, 0.0, batch=100)
+            return int(swept.deleted)
+
+    async def _is_met(self, queue: Queue, position: int) -> bool:
+        """Inline, and in the queue."""
+        needed = Position("s", position)
+        draft = await self._draft("x", depends_on=(needed,))
+        async with queue.unit() as unit:
+            await unit.claim(draft)
+            inline = await unit.unmet(draft) is None
+            await unit.rollback()
+        await queue.accept(line_of(f"needs-{position}", lane="needs", depends_on=[needed]))
+        lanes = await queue.claim("f")
+        (one,) = (await queue.look("f", lanes)).messages
+        async with queue.unit() as unit:
+            await unit.take_lanes("f", list(lanes), most=1)
+            closing = Closing("f", [LaneEnd(lane.hex()) for lane in lanes], [done_line(one)])
+            await unit.close_lanes(closing, consumer=CONSUMER, host="h")
+            await unit.commit()
+        assert (one.unmet is None) is inline
+        return inline
+
+    async def test_what_was_satisfied_stays_satisfied_when_its_record_is_gone(self, queue: Queue) -> None:
+        for n in (1, 2, 3):
+            await self._settle(queue, "s", n)
+        await self._settle(queue, "other", 9)
+        assert not await self._is_met(queue, 4)
+        await asyncio.sleep(0.01)
+        await self._sweep(queue)
+        assert await queue.gone("s-1", "s-2", "s-3")
+        for n, met in ((1, True), (3, True), (4, False)):
+            assert await self._is_met(queue, n) is met
+
+    async def test_a_floor_rises_past_nothing_that_is_not_finished(self, queue: Queue) -> None:
+        await self._settle(queue, "s", 1)
+        await self._settle(queue, "s", 3)
+        line = line_of("dead-2", stream="s", position=2)
+        await queue.accept(line)
+        await queue.drain()
+        assert await queue.state("dead-2") is State.DEAD
+        await asyncio.sleep(0.01)
+        assert await self._sweep(queue) == 1
+        assert await queue.gone("s-1")
+        assert await queue.state("s-3") is State.PROCESSED
+        assert not await self._is_met(queue, 2)
+        async with queue.unit() as unit:
+            await unit.drop(identity_of("dead-2"), line)
+        await asyncio.sleep(0.01)
+        await self._sweep(queue)
+        assert await queue.gone("s-3")
+        assert await self._is_met(queue, 3)
 
 
 async def _claim(queue: Queue, record: Any) -> None:

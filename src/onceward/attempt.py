@@ -181,7 +181,7 @@ def settled_by(work: Work, record: Record) -> Outcome[Any] | None:
             return Outcome(
                 Kind.DUPLICATE, result=work.handler.restored(record.result), mismatch=mismatch, record=record
             )
-        case State.ACCEPTED:
+        case _ if record.queued or record.state is State.ACCEPTED:
             return Outcome(Kind.ACCEPTED, mismatch=compare(work, record.payload_hash), record=record)
         case State.DEAD | State.DISCARDED:
             return dead_outcome(record, mismatch=compare(work, record.payload_hash))

@@ -79,6 +79,9 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     traceback: str = ""
 
 
+_UNSETTLED = (State.ACCEPTED, State.RUNNING, State.FAILED)
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One row per identity. Times are the database's; payload and body are kept until processed."""
 
@@ -136,6 +139,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.identity.key
 
     @property
+    def queued(self) -> bool:
+        """It is in the queue of a stored inbox, whatever it waits for there."""
+        return self.received_position is not None and self.state in _UNSETTLED
+
+    @property
     def last_error(self) -> str:
         return f"{self.errors[-1].type}: {self.errors[-1].text}" if self.errors else ""
 
@@ -184,6 +192,8 @@ def decide(record: Record, policy: RetryPolicy | None, now: datetime) -> Decisio
             return Decision.DUPLICATE
         case State.ACCEPTED:
             return Decision.ACCEPTED
+        case State.RUNNING | State.FAILED if record.queued:
+            return Decision.ACCEPTED  # workers of the queue go on with it
         case State.DEAD | State.DISCARDED:
             return Decision.DEAD
         case State.RUNNING if record.next_try_at is not None and record.next_try_at > now:

@@ -26,8 +26,8 @@ examples:
 """
 _STAMP = """\
 Mark the tables as up to date. For tables that another tool has made, such as Alembic: this notes all versions as
-applied and makes what such tools leave out, the table onceward_schema and the SQL function onceward_id. The table
-onceward_records must be there; it is not changed.
+applied and makes what such tools leave out: the table onceward_schema, functions, triggers and sequences. The other
+tables must be there; they are not changed. After a schema was renamed, this tells the functions.
 
 examples:
   onceward stamp postgresql://app@localhost/shop

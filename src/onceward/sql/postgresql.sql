@@ -33,10 +33,14 @@ WHERE consumer = :consumer::text AND tenant = :tenant::text AND stream = :stream
 LIMIT 1
 
 -- name: position_done
-SELECT 1 FROM onceward_records
-WHERE consumer = :consumer::text AND tenant = :tenant::text AND stream = :stream::text
-  AND position = :position::bigint AND state = 'processed'
-LIMIT 1
+SELECT 1 WHERE EXISTS (
+    SELECT FROM onceward_records
+    WHERE consumer = :consumer::text AND tenant = :tenant::text AND stream = :stream::text
+      AND position = :position::bigint AND state = 'processed')
+OR EXISTS (
+    SELECT FROM onceward_floors
+    WHERE consumer = :consumer::text AND tenant = :tenant::text AND stream = :stream::text
+      AND position >= :position::bigint)
 
 -- name: take
 UPDATE onceward_records
@@ -46,6 +50,7 @@ SET state = 'processed', attempts = attempts + 1, started = greatest(0, started 
     expires_at = now() + :keep_ms::bigint * interval '1 millisecond'
 WHERE identity = :identity::text::uuid
   AND state = :was_state::text AND attempts = :was_attempts::int AND started = :was_started::int
+  AND (received_position IS NULL OR state = 'dead')
   AND pg_try_advisory_xact_lock(:lock::bigint)
 
 -- name: complete
@@ -71,12 +76,13 @@ SET state = 'running', started = onceward_records.started + 1, handler = exclude
     next_try_at = excluded.next_try_at
 WHERE onceward_records.state = ANY (string_to_array(:from_states::text, ','))
   AND onceward_records.attempts = :was_attempts::int AND onceward_records.started = :was_started::int
+  AND onceward_records.received_position IS NULL
 
 -- name: unmark
 UPDATE onceward_records
 SET started = greatest(0, started - 1),
-    next_try_at = CASE WHEN state = 'running' THEN NULL ELSE next_try_at END,
-    state = CASE WHEN state = 'running' THEN 'failed' ELSE state END
+    next_try_at = CASE WHEN state = 'running' AND received_position IS NULL THEN NULL ELSE next_try_at END,
+    state = CASE WHEN state = 'running' AND received_position IS NULL THEN 'failed' ELSE state END
 WHERE identity = :identity::text::uuid AND started > 0 AND pg_try_advisory_xact_lock(:lock::bigint)
 
 -- The error is appended to the last nine. A record that changed meanwhile (somebody else succeeded) is left alone.
@@ -105,6 +111,7 @@ SET state = excluded.state, attempts = onceward_records.attempts + :counted::int
     host = excluded.host, duration_ms = excluded.duration_ms, processed_at = NULL, expires_at = NULL,
     next_try_at = excluded.next_try_at
 WHERE onceward_records.state = ANY (string_to_array(:from_states::text, ','))
+  AND (onceward_records.received_position IS NULL OR onceward_records.state IN ('processed', 'dead'))
 RETURNING
     consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,
     errors::text, result::text, payload::text, body, headers::text, payload_hash, extra::text, handler, host,
@@ -122,9 +129,11 @@ SELECT 1 WHERE pg_try_advisory_xact_lock(:lock::bigint)
 -- A batch of processed records, the oldest first, and none that a transaction holds. The advisory locks are those of
 -- the identities: a delivery of one of them finds it locked, reads the record and goes on; nobody waits for this.
 -- A sweep goes on where its last batch ended: what was deleted is still in the index until a vacuum.
+-- Who depends on a position must go on to find it done: its stream's floor is raised to it. So it stays as long as
+-- something below it is not finished.
 -- name: sweep_expired
 WITH found AS MATERIALIZED (
-    SELECT identity, expires_at AS moment FROM onceward_records
+    SELECT identity, expires_at AS moment, tenant, stream, position FROM onceward_records
     WHERE consumer = :consumer::text AND state = 'processed' AND expires_at < now()
       AND (expires_at, identity) > (coalesce(:after::timestamptz, '-infinity'),
                                   coalesce(:after_identity::text::uuid, '00000000-0000-0000-0000-000000000000'))
@@ -133,15 +142,26 @@ WITH found AS MATERIALIZED (
 ), gone AS (
     DELETE FROM onceward_records AS old USING found
     WHERE old.identity = found.identity
+      AND (found.stream IS NULL OR found.position IS NULL OR NOT EXISTS (
+          SELECT FROM onceward_records lower
+          WHERE lower.consumer = :consumer::text AND lower.tenant = found.tenant AND lower.stream = found.stream
+            AND lower.position < found.position AND lower.state IN ('accepted', 'running', 'failed', 'dead')))
       AND pg_try_advisory_xact_lock(('x' || left(replace(found.identity::text, '-', ''), 16))::bit(64)::bigint)
-    RETURNING old.identity
+    RETURNING old.identity, old.tenant, old.stream, old.position
+), floors AS (
+    INSERT INTO onceward_floors (consumer, tenant, stream, position)
+    SELECT :consumer::text, tenant, stream, max(position) FROM gone
+    WHERE stream IS NOT NULL AND position IS NOT NULL
+    GROUP BY tenant, stream
+    ON CONFLICT (consumer, tenant, stream) DO UPDATE SET position = excluded.position
+    WHERE onceward_floors.position < excluded.position
 )
 SELECT found.identity::text AS identity, found.moment, (gone.identity IS NOT NULL)::int AS deleted
 FROM found LEFT JOIN gone USING (identity)
 
 -- name: sweep_old
 WITH found AS MATERIALIZED (
-    SELECT identity, processed_at AS moment FROM onceward_records
+    SELECT identity, processed_at AS moment, tenant, stream, position FROM onceward_records
     WHERE consumer = :consumer::text AND state = 'processed' AND expires_at IS NULL
       AND processed_at < now() - :older::float8 * interval '1 second'
       AND (processed_at, identity) > (coalesce(:after::timestamptz, '-infinity'),
@@ -151,8 +171,19 @@ WITH found AS MATERIALIZED (
 ), gone AS (
     DELETE FROM onceward_records AS old USING found
     WHERE old.identity = found.identity
+      AND (found.stream IS NULL OR found.position IS NULL OR NOT EXISTS (
+          SELECT FROM onceward_records lower
+          WHERE lower.consumer = :consumer::text AND lower.tenant = found.tenant AND lower.stream = found.stream
+            AND lower.position < found.position AND lower.state IN ('accepted', 'running', 'failed', 'dead')))
       AND pg_try_advisory_xact_lock(('x' || left(replace(found.identity::text, '-', ''), 16))::bit(64)::bigint)
-    RETURNING old.identity
+    RETURNING old.identity, old.tenant, old.stream, old.position
+), floors AS (
+    INSERT INTO onceward_floors (consumer, tenant, stream, position)
+    SELECT :consumer::text, tenant, stream, max(position) FROM gone
+    WHERE stream IS NOT NULL AND position IS NOT NULL
+    GROUP BY tenant, stream
+    ON CONFLICT (consumer, tenant, stream) DO UPDATE SET position = excluded.position
+    WHERE onceward_floors.position < excluded.position
 )
 SELECT found.identity::text AS identity, found.moment, (gone.identity IS NOT NULL)::int AS deleted
 FROM found LEFT JOIN gone USING (identity)
@@ -415,3 +446,65 @@ SELECT txid_status(:xid::bigint) AS status
 -- A call that is lost in a crash of the server is no loss: it need not wait for the disk.
 -- name: queue_call
 SELECT set_config('synchronous_commit', 'off', true), pg_notify(:channel::text, '')
+
+-- Counts end at :most, so that a long queue costs no more than a short one.
+-- name: queue_stats_lanes
+SELECT state, count(*) AS lanes, min(run_at) AS next_at
+FROM (
+    SELECT * FROM (SELECT state, run_at FROM onceward_lanes
+                   WHERE consumer = :consumer::text AND run_at IS NOT NULL ORDER BY run_at LIMIT :most::int) due
+    UNION ALL
+    SELECT * FROM (SELECT state, run_at FROM onceward_lanes
+                   WHERE consumer = :consumer::text AND run_at IS NULL LIMIT :most::int) asleep) l
+GROUP BY state
+
+-- name: queue_stats_messages
+SELECT
+    (SELECT count(*) FROM (
+        SELECT 1 FROM onceward_lanes l JOIN onceward_pending p ON p.lane = l.lane
+        WHERE l.consumer = :consumer::text AND NOT p.aside LIMIT :most::int) few)
+    + (SELECT count(*) FROM (
+        SELECT 1 FROM onceward_lanes l JOIN onceward_pending p ON p.lane = l.lane
+        WHERE l.consumer = :consumer::text AND p.aside LIMIT :most::int) few) AS pending,
+    (SELECT count(*) FROM (
+        SELECT 1 FROM onceward_records WHERE consumer = :consumer::text AND state <> 'processed' AND state = 'dead'
+          AND received_position IS NOT NULL LIMIT :most::int) few) AS dead,
+    (SELECT received_at FROM onceward_records WHERE consumer = :consumer::text AND state <> 'processed' AND state = 'accepted'
+     ORDER BY received_at LIMIT 1) AS accepted,
+    (SELECT received_at FROM onceward_records WHERE consumer = :consumer::text AND state <> 'processed' AND state = 'failed'
+       AND received_position IS NOT NULL ORDER BY received_at LIMIT 1) AS failed,
+    (SELECT received_at FROM onceward_records WHERE consumer = :consumer::text AND state <> 'processed' AND state = 'running'
+       AND received_position IS NOT NULL ORDER BY received_at LIMIT 1) AS running
+
+-- What is known of some lanes that do not go on by themselves: those that wait for a person first, then the oldest.
+-- name: queue_stats_worst
+SELECT
+    c.tenant, c.name, c.state, c.run_at,
+    (SELECT count(*) FROM (SELECT 1 FROM onceward_pending p
+                           WHERE p.lane = c.lane AND NOT p.aside LIMIT 1000) few)
+    + (SELECT count(*) FROM (SELECT 1 FROM onceward_pending p
+                             WHERE p.lane = c.lane AND p.aside LIMIT 1000) few) AS pending,
+    coalesce((SELECT r.received_at FROM onceward_pending p JOIN onceward_records r ON r.identity = p.identity
+              WHERE p.seq = c.first), dead.received_at) AS oldest,
+    dead.message_id AS dead_letter, w.stream, w.position
+FROM (
+    SELECT l.*,
+        coalesce(
+            (SELECT p.seq FROM onceward_pending p JOIN onceward_waits w ON w.seq = p.seq
+             WHERE p.lane = l.lane AND p.aside LIMIT 1),
+            (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside
+             ORDER BY p.rank, p.seq LIMIT 1)) AS first
+    FROM (
+        SELECT * FROM (SELECT * FROM onceward_lanes
+                       WHERE consumer = :consumer::text AND run_at IS NULL LIMIT 1000) asleep
+        UNION ALL
+        SELECT * FROM (SELECT * FROM onceward_lanes
+                       WHERE consumer = :consumer::text AND run_at IS NOT NULL ORDER BY run_at LIMIT 1000) due
+        WHERE state = 'retrying') l) c
+LEFT JOIN onceward_records dead ON dead.identity = c.blocker
+LEFT JOIN onceward_waits w ON w.seq = c.first
+ORDER BY c.state <> 'blocked', c.first LIMIT :worst::int
+
+-- Of all consumers, as of the last ANALYZE.
+-- name: queue_stats_estimate
+SELECT greatest(reltuples, 0)::bigint AS pending FROM pg_class WHERE oid = 'onceward_pending'::regclass

@@ -22,10 +22,13 @@ WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND positio
 LIMIT 1
 
 -- name: position_done
-SELECT 1 FROM onceward_records
-WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position
-  AND state = 'processed'
-LIMIT 1
+SELECT 1 WHERE EXISTS (
+    SELECT 1 FROM onceward_records
+    WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position
+      AND state = 'processed')
+OR EXISTS (
+    SELECT 1 FROM onceward_floors
+    WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position >= :position)
 
 -- name: take
 UPDATE onceward_records
@@ -36,6 +39,7 @@ SET state = 'processed', attempts = attempts + 1, started = max(0, started - :un
     expires_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now', (:keep_ms / 1000.0) || ' seconds')
 WHERE identity = :identity
   AND state = :was_state AND attempts = :was_attempts AND started = :was_started
+  AND (received_position IS NULL OR state = 'dead')
 
 -- name: complete
 UPDATE onceward_records
@@ -57,12 +61,13 @@ SET state = 'running', started = onceward_records.started + 1, handler = exclude
     next_try_at = excluded.next_try_at
 WHERE instr(',' || :from_states || ',', ',' || onceward_records.state || ',')
   AND onceward_records.attempts = :was_attempts AND onceward_records.started = :was_started
+  AND onceward_records.received_position IS NULL
 
 -- name: unmark
 UPDATE onceward_records
 SET started = max(0, started - 1),
-    next_try_at = CASE WHEN state = 'running' THEN NULL ELSE next_try_at END,
-    state = CASE WHEN state = 'running' THEN 'failed' ELSE state END
+    next_try_at = CASE WHEN state = 'running' AND received_position IS NULL THEN NULL ELSE next_try_at END,
+    state = CASE WHEN state = 'running' AND received_position IS NULL THEN 'failed' ELSE state END
 WHERE identity = :identity AND started > 0
 
 -- The error is appended to the last nine. A record that changed meanwhile (somebody else succeeded) is left alone.
@@ -91,6 +96,7 @@ SET state = excluded.state, attempts = onceward_records.attempts + :counted,
     host = excluded.host, duration_ms = excluded.duration_ms, processed_at = NULL, expires_at = NULL,
     next_try_at = excluded.next_try_at
 WHERE instr(',' || :from_states || ',', ',' || onceward_records.state || ',')
+  AND (onceward_records.received_position IS NULL OR onceward_records.state IN ('processed', 'dead'))
 RETURNING *
 
 -- name: discard
@@ -101,24 +107,40 @@ WHERE identity = :identity AND state = 'dead'
 -- name: sweep_lock
 SELECT 1
 
--- A batch of processed records, the oldest first. A sweep goes on where its last batch ended.
+-- A batch of processed records, the oldest first, and which of them may go. A sweep goes on where its last batch ended.
+-- Who depends on a position must go on to find it done: its stream's floor is raised to it. So it stays as long as
+-- something below it is not finished.
 -- name: sweep_expired
-DELETE FROM onceward_records WHERE identity IN (
-    SELECT identity FROM onceward_records
-    WHERE consumer = :consumer AND state = 'processed' AND expires_at IS NOT NULL
-      AND expires_at < strftime('%Y-%m-%dT%H:%M:%fZ', 'now')
-      AND (expires_at, identity) > (coalesce(:after, ''), coalesce(:after_identity, x''))
-    ORDER BY expires_at, identity LIMIT :batch)
-RETURNING identity, expires_at AS moment, 1 AS deleted
+SELECT identity, expires_at AS moment, tenant, stream, position,
+    stream IS NULL OR position IS NULL OR NOT EXISTS (
+        SELECT 1 FROM onceward_records lower
+        WHERE lower.consumer = :consumer AND lower.tenant = r.tenant AND lower.stream = r.stream
+          AND lower.position < r.position AND lower.state IN ('accepted', 'running', 'failed', 'dead')) AS deleted
+FROM onceward_records r
+WHERE consumer = :consumer AND state = 'processed' AND expires_at IS NOT NULL
+  AND expires_at < strftime('%Y-%m-%dT%H:%M:%fZ', 'now')
+  AND (expires_at, identity) > (coalesce(:after, ''), coalesce(:after_identity, x''))
+ORDER BY expires_at, identity LIMIT :batch
 
 -- name: sweep_old
-DELETE FROM onceward_records WHERE identity IN (
-    SELECT identity FROM onceward_records
-    WHERE consumer = :consumer AND state = 'processed' AND expires_at IS NULL
-      AND processed_at < strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-' || :older || ' seconds')
-      AND (processed_at, identity) > (coalesce(:after, ''), coalesce(:after_identity, x''))
-    ORDER BY processed_at, identity LIMIT :batch)
-RETURNING identity, processed_at AS moment, 1 AS deleted
+SELECT identity, processed_at AS moment, tenant, stream, position,
+    stream IS NULL OR position IS NULL OR NOT EXISTS (
+        SELECT 1 FROM onceward_records lower
+        WHERE lower.consumer = :consumer AND lower.tenant = r.tenant AND lower.stream = r.stream
+          AND lower.position < r.position AND lower.state IN ('accepted', 'running', 'failed', 'dead')) AS deleted
+FROM onceward_records r
+WHERE consumer = :consumer AND state = 'processed' AND expires_at IS NULL
+  AND processed_at < strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-' || :older || ' seconds')
+  AND (processed_at, identity) > (coalesce(:after, ''), coalesce(:after_identity, x''))
+ORDER BY processed_at, identity LIMIT :batch
+
+-- name: sweep_floor
+INSERT INTO onceward_floors (consumer, tenant, stream, position) VALUES (:consumer, :tenant, :stream, :position)
+ON CONFLICT (consumer, tenant, stream) DO UPDATE SET position = excluded.position WHERE position < excluded.position
+
+-- name: sweep_delete
+WITH RECURSIVE place(at) AS (SELECT 1 UNION ALL SELECT at + 16 FROM place WHERE at + 16 < length(:identities))
+DELETE FROM onceward_records WHERE identity IN (SELECT substr(:identities, at, 16) FROM place)
 
 -- name: sweep_count
 SELECT
@@ -433,3 +455,65 @@ RETURNING received_position, consumer
 -- name: queue_unblock
 UPDATE onceward_lanes SET state = 'ready', run_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now'), blocker = NULL
 WHERE lane = :lane AND state = 'blocked' AND blocker = :identity
+
+-- Counts end at :most, so that a long queue costs no more than a short one.
+-- name: queue_stats_lanes
+SELECT state, count(*) AS lanes, min(run_at) AS next_at
+FROM (
+    SELECT * FROM (SELECT state, run_at FROM onceward_lanes
+                   WHERE consumer = :consumer AND run_at IS NOT NULL ORDER BY run_at LIMIT :most) due
+    UNION ALL
+    SELECT * FROM (SELECT state, run_at FROM onceward_lanes
+                   WHERE consumer = :consumer AND run_at IS NULL LIMIT :most) asleep) l
+GROUP BY state
+
+-- name: queue_stats_messages
+SELECT
+    (SELECT count(*) FROM (
+        SELECT 1 FROM onceward_lanes l JOIN onceward_pending p ON p.lane = l.lane
+        WHERE l.consumer = :consumer AND NOT p.aside LIMIT :most) few)
+    + (SELECT count(*) FROM (
+        SELECT 1 FROM onceward_lanes l JOIN onceward_pending p ON p.lane = l.lane
+        WHERE l.consumer = :consumer AND p.aside LIMIT :most) few) AS pending,
+    (SELECT count(*) FROM (
+        SELECT 1 FROM onceward_records WHERE consumer = :consumer AND state <> 'processed' AND state = 'dead'
+          AND received_position IS NOT NULL LIMIT :most) few) AS dead,
+    (SELECT received_at FROM onceward_records WHERE consumer = :consumer AND state <> 'processed' AND state = 'accepted'
+     ORDER BY received_at LIMIT 1) AS accepted,
+    (SELECT received_at FROM onceward_records WHERE consumer = :consumer AND state <> 'processed' AND state = 'failed'
+       AND received_position IS NOT NULL ORDER BY received_at LIMIT 1) AS failed,
+    (SELECT received_at FROM onceward_records WHERE consumer = :consumer AND state <> 'processed' AND state = 'running'
+       AND received_position IS NOT NULL ORDER BY received_at LIMIT 1) AS running
+
+-- What is known of some lanes that do not go on by themselves: those that wait for a person first, then the oldest.
+-- name: queue_stats_worst
+SELECT
+    c.tenant, c.name, c.state, c.run_at,
+    (SELECT count(*) FROM (SELECT 1 FROM onceward_pending p
+                           WHERE p.lane = c.lane AND NOT p.aside LIMIT 1000) few)
+    + (SELECT count(*) FROM (SELECT 1 FROM onceward_pending p
+                             WHERE p.lane = c.lane AND p.aside LIMIT 1000) few) AS pending,
+    coalesce((SELECT r.received_at FROM onceward_pending p JOIN onceward_records r ON r.identity = p.identity
+              WHERE p.seq = c.first), dead.received_at) AS oldest,
+    dead.message_id AS dead_letter, w.stream, w.position
+FROM (
+    SELECT l.*,
+        coalesce(
+            (SELECT p.seq FROM onceward_pending p JOIN onceward_waits w ON w.seq = p.seq
+             WHERE p.lane = l.lane AND p.aside LIMIT 1),
+            (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside
+             ORDER BY p.rank, p.seq LIMIT 1)) AS first
+    FROM (
+        SELECT * FROM (SELECT * FROM onceward_lanes
+                       WHERE consumer = :consumer AND run_at IS NULL LIMIT 1000) asleep
+        UNION ALL
+        SELECT * FROM (SELECT * FROM onceward_lanes
+                       WHERE consumer = :consumer AND run_at IS NOT NULL ORDER BY run_at LIMIT 1000) due
+        WHERE state = 'retrying') l) c
+LEFT JOIN onceward_records dead ON dead.identity = c.blocker
+LEFT JOIN onceward_waits w ON w.seq = c.first
+ORDER BY c.state <> 'blocked', c.first LIMIT :worst
+
+-- Of all consumers.
+-- name: queue_stats_estimate
+SELECT count(*) AS pending FROM onceward_pending

@@ -14,7 +14,7 @@ from onceward.queue import Closing as LaneClosing
 from onceward.queue import KeptLine, LaneClaim, QueueLine, QueueStats, Share, Taken, Unmet
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
-from onceward.sql import queue_postgresql, queue_rows, queue_sqlite, upkeep, verbs
+from onceward.sql import queue_postgresql, queue_rows, queue_sqlite, queue_stats, upkeep, verbs
 from onceward.sql.catalog import migrations
 from onceward.sql.dialect import DIALECTS, Dialect, quoted
 from onceward.sql.driver import Driver, Session
@@ -442,7 +442,7 @@ class SqlUnit(Generic[Tx]):
         return await self._at_once(self._queue.drop(self._dialect, identity, line))
 
     async def queue_stats(self, consumer: str, *, worst: int = 20) -> QueueStats:
-        return await self._at_once(self._queue.queue_stats(self._dialect, consumer, worst))
+        return await self._at_once(queue_stats.queue_stats(self._dialect, consumer, worst))
 
     # --- how plans are run ----------------------------------------------------------------------------------
 

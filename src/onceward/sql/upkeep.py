@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -37,9 +37,23 @@ def sweep(
     if what is Sweepable.OLD:
         params["older"] = round(older, 3)
     swept = yield dialect(f"sweep_{what}", params)
+    if not dialect.sets:
+        yield from _delete(dialect, consumer, [row for row in swept.rows if row["deleted"]])
     rows = [(row["moment"], row["identity"], row["deleted"]) for row in swept.rows]
-    # Fewer are deleted than found when a delivery has some of them in its hands.
+    # Fewer are deleted than found when a delivery has some of them in its hands, or something below is not finished.
     return SweptBatch(sum(row[2] for row in rows), len(rows) == batch, max(rows)[:2] if rows else None)
+
+
+def _delete(dialect: Dialect, consumer: str, rows: Sequence[Mapping[str, Any]]) -> Plan[None]:
+    floors: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if row["stream"] is not None and row["position"] is not None:
+            stream = row["tenant"], row["stream"]
+            floors[stream] = max(row["position"], floors.get(stream, row["position"]))
+    for (tenant, name), position in floors.items():
+        yield dialect("sweep_floor", {"consumer": consumer, "tenant": tenant, "stream": name, "position": position})
+    if rows:
+        yield dialect("sweep_delete", {"identities": b"".join(row["identity"] for row in rows)})
 
 
 def sweepable(dialect: Dialect, consumer: str, older: float) -> Plan[int]:

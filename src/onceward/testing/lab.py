@@ -13,6 +13,7 @@ from typing import Any
 from onceward.inbox import Inbox
 from onceward.message import Message
 from onceward.store import Store
+from onceward.testing.hand import Hand
 from onceward.testing.points import PointStore, Reached
 from onceward.testing.run_sql import run_sql
 
@@ -29,6 +30,10 @@ class Lab(ABC):
     network = False
     """The database is behind a connection that can be cut: `store_behind(port)` and `address` work."""
     address: tuple[str, int] = ("127.0.0.1", 0)
+    notifies = False
+    """What is accepted in one process wakes a worker in another one at once."""
+    numbered = "n bigserial PRIMARY KEY"
+    """A column that counts the rows of a table as they are written."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
@@ -70,6 +75,10 @@ class Lab(ABC):
     async def make_older(self, message_id: str, *, days: int) -> None:
         """Move the times of a record into the past."""
 
+    async def let_time_pass(self) -> None:
+        """As if all that waits for a time in the queue, a next try or the end of a lease, had waited long enough."""
+        raise NotImplementedError
+
     async def back_to(self, version: int) -> None:
         """The tables as an older version made them, with the records that are there; 0: no tables at all."""
         raise NotImplementedError
@@ -108,6 +117,12 @@ class Lab(ABC):
         assert process.stdout is not None
         out = await process.stdout.read()
         return await process.wait(), [json.loads(line) for line in out.splitlines()]
+
+    async def hand(self, **job: Any) -> Hand:
+        """A worker process of the queue that is ready; gone at the end of the test."""
+        hand = await Hand.start(url=self.url, **job)
+        self.stack.push_async_callback(hand.clean_up)
+        return hand
 
     async def start_child(self, **job: Any) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(

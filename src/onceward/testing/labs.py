@@ -17,6 +17,8 @@ from onceward.sqlite import SqliteStore
 from onceward.store import Store
 from onceward.testing.lab import Lab
 
+_TIMES = (("onceward_lanes", "run_at"), ("onceward_pending", "due"), ("onceward_records", "next_try_at"))
+
 
 class SqlLab(Lab):
     """What the labs of SQL databases have in common."""
@@ -42,6 +44,7 @@ class SqlLab(Lab):
 
 class SqliteLab(SqlLab):
     dialect = "sqlite"
+    numbered = "n INTEGER PRIMARY KEY AUTOINCREMENT"
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -58,6 +61,11 @@ class SqliteLab(SqlLab):
         moment = f"strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-{days} days')"
         await self.query(f"UPDATE onceward_records SET processed_at = {moment} WHERE message_id = '{message_id}'")  # noqa: S608
 
+    async def let_time_pass(self) -> None:
+        now = "strftime('%Y-%m-%dT%H:%M:%fZ', 'now', '-1 second')"
+        for table, column in _TIMES:
+            await self.query(f"UPDATE {table} SET {column} = {now} WHERE {column} > {now}")  # noqa: S608
+
     async def query(self, sql: str) -> list[tuple[Any, ...]]:
         with closing(sqlite3.connect(self.path, timeout=10, isolation_level=None)) as connection:
             return connection.execute(sql).fetchall()
@@ -68,6 +76,7 @@ class PostgresLab(SqlLab):
 
     multiple_statements = True
     network = True
+    notifies = True
 
     def __init__(self, dsn: str) -> None:
         super().__init__()
@@ -97,6 +106,11 @@ class PostgresLab(SqlLab):
     async def make_older(self, message_id: str, *, days: int) -> None:
         moment = f"now() - interval '{days} days'"
         await self.query(f"UPDATE onceward_records SET processed_at = {moment} WHERE message_id = '{message_id}'")  # noqa: S608
+
+    async def let_time_pass(self) -> None:
+        for table, column in _TIMES:
+            past = "now() - interval '1 second'"
+            await self.query(f"UPDATE {table} SET {column} = {past} WHERE {column} > {past}")  # noqa: S608
 
     async def slow_commits(self) -> None:
         await self.query(
@@ -159,6 +173,7 @@ class SqlAlchemyPostgresLab(PostgresLab):
 
     multiple_statements = False
     tasks_share_tx = False
+    notifies = False
 
     def __init__(self, dsn: str, driver: str) -> None:
         super().__init__(dsn)

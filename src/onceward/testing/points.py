@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-POINTS = tuple(
-    f"{when} {verb}" for verb in ("mark", "claim", "claim_many", "commit", "fail") for when in ("before", "after")
-)
-"""Between "after claim" and "before commit" lies the handler, which can stop where it likes."""
+VERBS = ("mark", "claim", "claim_many", "commit", "fail")
+QUEUE_VERBS = ("accept", "claim_lanes", "take_lanes", "hold_lanes", "mark_start", "close_lanes", "release", "extend")
+POINTS = tuple(f"{when} {verb}" for verb in VERBS + QUEUE_VERBS for when in ("before", "after"))
+"""Between "after claim" or "after take_lanes" and "before commit" lies the handler, which can stop where it likes."""
 
 Reached = Callable[[str], Awaitable[None]]
 

@@ -10,6 +10,7 @@ from onceward.testing.contract.identities import IdentityContract
 from onceward.testing.contract.inputs import InputContract
 from onceward.testing.contract.joined import JoinedContract
 from onceward.testing.contract.processing import ProcessingContract
+from onceward.testing.contract.queue import QueueContract
 from onceward.testing.contract.racing import RacingContract
 from onceward.testing.contract.retention import RetentionContract
 from onceward.testing.contract.transactions import TransactionContract
@@ -31,4 +32,4 @@ class StoreContract(
     """Subclass it with a fixture `lab` that gives a Lab on an empty database."""
 
 
-__all__ = ["JoinedContract", "StoreContract"]
+__all__ = ["JoinedContract", "QueueContract", "StoreContract"]

@@ -24,6 +24,7 @@ CREATE TABLE onceward_lanes (
 );
 -- Sleeping lanes are not in it; those that are due later are at its end. So their number costs a worker nothing.
 CREATE INDEX onceward_lanes_due ON onceward_lanes (consumer, run_at) WHERE run_at IS NOT NULL;
+CREATE INDEX onceward_lanes_asleep ON onceward_lanes (consumer) WHERE run_at IS NULL;
 
 -- One row per message that is not settled.
 CREATE TABLE onceward_pending (
@@ -765,6 +766,11 @@ DO $$
     END $$;
 
 -- Last what needs the table of records to itself: it is written to meanwhile.
+
+-- What holds up its stream.
+CREATE INDEX onceward_records_open ON onceward_records (consumer, tenant, stream, position)
+    WHERE stream IS NOT NULL AND state IN ('accepted', 'running', 'failed', 'dead');
+
 
 -- The name of its lane, of a message that was accepted; it finds back into it.
 ALTER TABLE onceward_records ADD COLUMN lane text;

@@ -26,6 +26,7 @@ CREATE TABLE onceward_lanes (
 );
 -- Sleeping lanes are not in it; those that are due later are at its end. So their number costs a worker nothing.
 CREATE INDEX onceward_lanes_due ON onceward_lanes (consumer, run_at) WHERE run_at IS NOT NULL;
+CREATE INDEX onceward_lanes_asleep ON onceward_lanes (consumer) WHERE run_at IS NULL;
 
 -- One row per message that is not settled.
 CREATE TABLE onceward_pending (
@@ -72,6 +73,9 @@ CREATE TABLE onceward_arrivals (
     stream    TEXT NOT NULL,
     position  INTEGER NOT NULL
 );
+-- What holds up its stream.
+CREATE INDEX onceward_records_open ON onceward_records (consumer, tenant, stream, position)
+    WHERE stream IS NOT NULL AND state IN ('accepted', 'running', 'failed', 'dead');
 
 -- Whoever settles a record that has a position wakes what waits for it. There is one writer, so nobody can begin to
 -- wait meanwhile.

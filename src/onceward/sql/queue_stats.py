@@ -1,0 +1,55 @@
+"""The numbers of a queue, for all dialects. Nothing is counted beyond MOST, so a long queue costs no more than that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from onceward.queue import LaneStats, QueueStats
+from onceward.sql.dialect import Dialect
+from onceward.sql.plan import Plan
+from onceward.sql.verbs import moment_of
+
+MOST = 10_000
+
+
+def queue_stats(dialect: Dialect, consumer: str, worst: int) -> Plan[QueueStats]:
+    params = {"consumer": consumer, "most": MOST}
+    by_state = yield dialect("queue_stats_lanes", params)
+    lanes = {row["state"]: row["lanes"] for row in by_state.rows}
+    found = yield dialect("queue_stats_messages", params)
+    messages = found.rows[0]
+    pending: int = messages["pending"]
+    if pending >= MOST:
+        estimate = yield dialect("queue_stats_estimate")
+        pending = max(pending, estimate.rows[0]["pending"])
+    worst_of = yield dialect("queue_stats_worst", {"consumer": consumer, "worst": worst})
+    return QueueStats(
+        pending=pending,
+        lanes=sum(lanes.values()),
+        **lanes,
+        dead=messages["dead"],
+        oldest_at=_first(messages["accepted"], messages["failed"], messages["running"]),
+        next_try_at=_first(*(row["next_at"] for row in by_state.rows if row["state"] in ("retrying", "later"))),
+        exact=max(pending, *lanes.values(), messages["dead"]) < MOST if lanes else messages["dead"] < MOST,
+        worst=tuple(_lane(row) for row in worst_of.rows),
+    )
+
+
+def _lane(row: Mapping[str, Any]) -> LaneStats:
+    position = None if row["stream"] is None else f"{row['stream']} {row['position']}"
+    return LaneStats(
+        tenant=row["tenant"],
+        name=row["name"],
+        state=row["state"],
+        pending=row["pending"],
+        oldest=_first(row["oldest"]),
+        next_try_at=_first(row["run_at"]),
+        blocked_on=row["dead_letter"] if row["state"] == "blocked" else position,
+    )
+
+
+def _first(*moments: Any) -> datetime | None:
+    known = [moment_of(moment) for moment in moments if moment is not None]
+    return min(known, default=None)
