@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from onceward import Inbox, Message
+from onceward import Inbox, Message, Position
 from onceward.cli import main
 from onceward.testing import PostgresLab, SqliteLab
 from onceward.testing.labs import SqlLab
@@ -90,9 +90,15 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def _works(url: str) -> None:
+def _works(url: str, **options: Any) -> None:
     async def once() -> Any:
-        async with Inbox.connect(url, consumer="billing") as inbox:
+        async with Inbox.connect(url, consumer="billing", **options) as inbox:
+            await inbox.accept(Message("n", "paid", 1, depends_on=(Position("s", 1),)))
+            assert await inbox.dispatch(lambda _message: None) is None
+            await inbox.process(Message("o", "paid", 1, stream="s", position=1), lambda _message: None)
+            woken = await inbox.dispatch(lambda _message: None)
+            assert woken is not None
+            assert woken.processed
             await inbox.process(Message("m", "paid", {"amount": 1}), lambda _message: "done")
             return await inbox.process(Message("m", "paid", {"amount": 1}), lambda _message: "again")
 
@@ -179,6 +185,21 @@ def test_tables_made_by_alembic_are_those_of_setup_after_a_stamp(
     assert _all_of(_lab(url)) == set_up
     project.ok("check")
     _works(url)
+
+
+def test_alembic_and_a_schema_of_its_own(postgres_dsn: str, folder: Path) -> None:
+    asyncio.run(PostgresLab(postgres_dsn).query("CREATE SCHEMA inbox"))
+    project = Project(
+        folder,
+        postgres_dsn.replace("postgresql://", "postgresql+psycopg://", 1),
+        prepare='add_tables(metadata, schema="inbox")',
+        options=f"{STRICT}, include_schemas=True",
+    )
+    project.ok("revision", "--autogenerate", "-m", "first")
+    project.ok("upgrade", "head")
+    assert main(["stamp", postgres_dsn, "--schema", "inbox"]) == 0
+    project.ok("check")
+    _works(postgres_dsn, schema="inbox")
 
 
 def test_a_stamp_is_refused_while_a_table_is_missing(urls: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

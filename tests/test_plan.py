@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 import onceward
 from onceward.identity import digest
-from onceward.sql.catalog import migrations
+from onceward.sql.catalog import columns_of, made, migrations, statements
 from onceward.sql.dialect import DIALECTS, postgresql, quoted
 from onceward.sql.plan import Result, Statement, gives_rows, inlined, literal, numbered, run
 from onceward.sql.store import schema
 from onceward.testing import PostgresLab, SqliteLab
+from onceward.testing.labs import SqlLab
 
 SOURCE = Path(onceward.__file__).parent
 # Text as PostgreSQL can hold it: anything but NUL and surrogates.
@@ -150,6 +151,41 @@ def test_both_dialects_know_the_same_statements() -> None:
     of_sets = {"claim_many", "complete_many", "find_many"}  # SQLite says these once for each message
     assert postgres - sqlite == of_sets
     assert sqlite - postgres == {"sweep_floor", "sweep_delete"}  # which are one statement on PostgreSQL
+
+
+@pytest.fixture(params=["postgres_lab", "sqlite_lab"])
+def lab(request: pytest.FixtureRequest) -> SqlLab:
+    found: SqlLab = request.getfixturevalue(request.param)
+    return found
+
+
+async def test_what_the_migrations_make_is_read_from_their_text(lab: SqlLab) -> None:
+    kinds = "CASE relkind WHEN 'r' THEN 'table' WHEN 'i' THEN 'index' ELSE 'sequence' END"
+    look = {
+        "sqlite": "SELECT type, name FROM sqlite_master WHERE name LIKE 'onceward%'",
+        "postgresql": f"""
+            SELECT {kinds}, relname FROM pg_class WHERE relname LIKE 'onceward%' AND relname NOT LIKE '%\\_pkey'
+            UNION ALL SELECT 'function', proname FROM pg_proc WHERE proname LIKE 'onceward%'
+            UNION ALL SELECT 'trigger', tgname FROM pg_trigger WHERE tgname LIKE 'onceward%'""",
+    }
+    there = {tuple(row) for row in await lab.query(look[lab.dialect])} - {("table", "onceward_schema")}
+    assert {(one.kind, one.name) for one in made(lab.dialect)} == there
+    for table in made(lab.dialect):
+        if table.kind == "table":
+            assert len(await lab.query(f"SELECT {', '.join(table.columns)} FROM {table.name}")) == 0
+
+
+def test_statements_are_told_apart() -> None:
+    text = """
+        -- a comment; with a semicolon
+        CREATE TABLE a (b text DEFAULT ';'); -- and one behind
+        CREATE FUNCTION f() AS $$ SELECT 1; -- ;
+        $$;
+        CREATE TRIGGER t AFTER INSERT ON a BEGIN DELETE FROM a; SELECT 1; END;
+    """
+    assert [one.split()[1] for one in statements(text, triggers=True)] == ["TABLE", "FUNCTION", "TRIGGER"]
+    table = 'CREATE TABLE t (a int, "b" numeric(3, 2), -- c\n d text CHECK (d IN (1, 2)), PRIMARY KEY (a))'
+    assert columns_of(table) == ("a", "b", "d")
 
 
 def test_a_schema_name_is_quoted() -> None:

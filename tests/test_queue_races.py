@@ -164,12 +164,17 @@ async def test_two_who_wake_the_same_lanes_do_not_wait_for_each_other(queue: Que
     for n in range(4):
         await queue.accept(line_of(f"o-{n}", lane=f"l-{n % 2}", depends_on=[Position("stock", n)]))
     assert await queue.drain() == []
-    async with queue.unit() as one, queue.unit() as two, asyncio.timeout(0.9):
-        for unit, order in ((one, (0, 1)), (two, (3, 2))):
-            assert await unit.claim(needed("stock", order[0])) is None
-            async with queue.store.join(unit.tx) as joined:
-                assert await joined.claim(needed("stock", order[1])) is None
-                await joined.commit()
+
+    async def wake(unit: Any, position: int) -> None:
+        async with queue.store.join(unit.tx) as joined:
+            assert await joined.claim(needed("stock", position)) is None
+            await joined.commit()
+
+    async with queue.unit() as one, queue.unit() as two, asyncio.timeout(0.9):  # before a deadlock is looked for
+        for unit, position in ((one, 0), (two, 3)):
+            assert await unit.claim(needed("stock", position)) is None
+            await unit.tx.execute("SET CONSTRAINTS onceward_settled IMMEDIATE")  # as at COMMIT, but one by one
+        await asyncio.gather(wake(one, 1), wake(two, 2))
         await asyncio.gather(one.commit(), two.commit())
     async with queue.unit() as unit:
         await unit.wake_overdue(CONSUMER)

@@ -625,6 +625,15 @@ class QueueUnits:
         assert await queue.gone("s-1", "s-2", "s-3")
         for n, met in ((1, True), (3, True), (4, False)):
             assert await self._is_met(queue, n) is met
+        # It goes up, and never down.
+        for n in (5, 2):
+            await self._settle(queue, "s", n)
+            await asyncio.sleep(0.01)
+            await self._sweep(queue)
+            assert await queue.gone(f"s-{n}")
+            assert await self._is_met(queue, n)
+        async with queue.unit() as unit:
+            assert await unit.unmet(await self._draft("x", depends_on=(Position("s", 5),))) is None
 
     async def test_a_floor_rises_past_nothing_that_is_not_finished(self, queue: Queue) -> None:
         await self._settle(queue, "s", 1)

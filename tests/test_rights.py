@@ -66,6 +66,7 @@ async def work(lab: PostgresLab, role: str) -> None:
         assert (await inbox.process(message, Recorder(lab))).duplicate
         assert await inbox.get_record(message) is not None
         await work_the_queue(store, inbox)
+        assert (await inbox.queue_stats()).pending == 0
         assert await inbox.cleanup(timedelta(0)) >= 1
     for table in ("lanes", "pending", "waits", "arrivals"):
         assert await lab.query(f"SELECT * FROM onceward_{table}") == []

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from onceward import Inbox, Message
+from onceward import Inbox, Message, SchemaTooNew
 from onceward.sql import store as sql_store
+from onceward.sql import verbs
+from onceward.sql.catalog import Migration
 from onceward.testing import PostgresLab
 from onceward.testing.lab import Gate, Recorder
+from onceward.testing.labs import SqlLab
 
 
 async def traffic(inbox: Inbox[Any], lab: PostgresLab, stop: asyncio.Event) -> tuple[int, float]:
@@ -81,3 +84,44 @@ async def test_records_of_version_three_are_there_after_the_upgrade(postgres_lab
     await postgres_lab.store().setup()
     assert await postgres_lab.query(look) == before
     assert (await inbox.process(postgres_lab.message("m-1"), Recorder(postgres_lab))).duplicate
+
+
+# --- older code, newer tables -------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["postgres_lab", "sqlite_lab"])
+def lab(request: pytest.FixtureRequest) -> SqlLab:
+    found: SqlLab = request.getfixturevalue(request.param)
+    return found
+
+
+async def set_up_by_newer_code(lab: SqlLab, *more: str) -> None:
+    """As a version of the package that has more migrations."""
+    known = verbs.migrations(lab.dialect)
+    newer = [Migration(len(known) + place, f"more_{place}", sql) for place, sql in enumerate(more, 1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verbs, "migrations", lambda _dialect: (*known, *newer))
+        await lab.store().setup()
+
+
+async def test_a_migration_says_which_older_code_works_with_it(lab: SqlLab) -> None:
+    ours = verbs.migrations(lab.dialect)[-1].version
+    kind = f"-- since: {ours}\nALTER TABLE onceward_records ADD COLUMN more integer;"
+    await set_up_by_newer_code(lab, kind)
+    look = "SELECT version, name, since FROM onceward_schema WHERE since IS NOT NULL"
+    assert await lab.query(look) == [(ours + 1, "more_1", ours)]
+    inbox = await lab.inbox(cache=0)
+    for name in ("first", "again"):
+        outcome = await inbox.process(lab.message("m"), Recorder(lab))
+        assert outcome.processed is (name == "first")
+    await lab.store().setup()
+    await set_up_by_newer_code(lab, kind, "ALTER TABLE onceward_records ADD COLUMN needed integer;")
+    with pytest.raises(SchemaTooNew, match="Upgrade the package"):
+        await lab.inbox()
+
+
+def test_what_a_migration_says_about_older_code_is_a_line_of_its_own() -> None:
+    assert Migration(5, "five", "-- since: 4\nSELECT 1;").since == 4
+    assert Migration(5, "five", "-- not since: 4\nSELECT 1;").since == 5
+    for dialect in ("postgresql", "sqlite"):
+        assert all(1 <= one.since <= one.version for one in verbs.migrations(dialect))

@@ -53,9 +53,7 @@ class AsceticQueue:
 
     async def run(self, work: Work, stop: asyncio.Event, *, workers: int = 1, batch: int | None = None) -> None:
         assert batch in (None, 1), "it works on one at a time"
-        await self._inbox.run(
-            _handler(work), concurrency=workers, stop_event=stop, poll_interval=self._poll_interval
-        )
+        await self._inbox.run(_handler(work), concurrency=workers, stop_event=stop, poll_interval=self._poll_interval)
 
 
 def _of(message: Message[Any]) -> InboxMessage:

@@ -378,6 +378,16 @@ SELECT uuid_send(lane) AS lane FROM onceward_lanes
 WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[]) AND owner = :owner::text
 ORDER BY lane FOR NO KEY UPDATE
 
+-- name: queue_open
+SELECT FROM onceward_lanes
+WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[]) AND owner = :owner::text
+ORDER BY lane FOR NO KEY UPDATE; SAVEPOINT onceward_turn
+
+-- name: queue_close_at_commit
+SELECT (onceward_close(
+    :consumer::text, :host::text, :owner::text, :lanes::text::json, :done::text::json, :failed::text::json,
+    :blocked::text::json, :behind::text::json) = 0)::int
+
 -- name: queue_close
 SELECT onceward_close(
     :consumer::text, :host::text, :owner::text, :lanes::text::json, :done::text::json, :failed::text::json,

@@ -12,7 +12,7 @@ from onceward.identity import Identity, digest
 from onceward.queue import Closing, Kept, KeptLine, LaneClaim, QueueLine, Share, Taken
 from onceward.record import Record
 from onceward.sql.dialect import Dialect
-from onceward.sql.plan import Plan
+from onceward.sql.plan import Plan, Statement
 from onceward.sql.queue_rows import lanes_of, queued_of
 from onceward.sql.verbs import record_of
 
@@ -59,12 +59,25 @@ def hold_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Plan[fro
     return frozenset(bytes(row["lane"]) for row in result.rows)
 
 
+def opening(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Statement:
+    """To be said with BEGIN: the lock of the lanes, and the savepoint of the turn."""
+    return dialect("queue_open", _owned(owner, lanes))
+
+
+def closing(dialect: Dialect, closing: Closing, consumer: str, host: str) -> Statement:
+    """To be said with COMMIT: 1, or 0 when a message is gone."""
+    return dialect("queue_close_at_commit", _closing(closing, consumer, host))
+
+
 def close_lanes(dialect: Dialect, closing: Closing, consumer: str, host: str) -> Plan[None]:
-    parts = {name: _json(lines) if (lines := getattr(closing, name)) else None for name in _PARTS}
-    params = {"consumer": consumer, "host": host, "owner": closing.owner, "lanes": _json(closing.lanes), **parts}
-    result = yield dialect("queue_close", params)
+    result = yield dialect("queue_close", _closing(closing, consumer, host))
     if result.rows[0]["missing"]:
         raise HandlerEndedTransaction("a message is gone: a handler removed it, or changed where tables are found")
+
+
+def _closing(closing: Closing, consumer: str, host: str) -> dict[str, Any]:
+    parts = {name: _json(lines) if (lines := getattr(closing, name)) else None for name in _PARTS}
+    return {"consumer": consumer, "host": host, "owner": closing.owner, "lanes": _json(closing.lanes), **parts}
 
 
 def release(dialect: Dialect, owner: str, lanes: Sequence[bytes], delay: float) -> Plan[None]:

@@ -219,6 +219,8 @@ class SqlUnit(Generic[Tx]):
         self._begin = begin
         self._placed = False
         """There is a savepoint in the open transaction."""
+        self._unused = False
+        """And nothing was done since."""
 
     @property
     def tx(self) -> Tx:
@@ -364,7 +366,14 @@ class SqlUnit(Generic[Tx]):
     ) -> Taken:
         if idle_limit is not None and self._dialect.sets:
             self._session.idle_limit = idle_limit  # type: ignore[attr-defined] # of PostgreSQL
-        return await self._start(self._queue.take_lanes(self._dialect, owner, lanes, most))
+        plan = self._queue.take_lanes(self._dialect, owner, lanes, most)
+        if self._begin is not None or not self._rides():
+            return await self._start(plan)
+        # The savepoint that a turn begins with comes after the lock, or it would be given back with it.
+        self._session.opening = self._queue.opening(self._dialect, owner, lanes)  # type: ignore[attr-defined]
+        taken: Taken = await self._start(plan)
+        self._placed = self._unused = True
+        return taken
 
     async def hold_lanes(self, owner: str, lanes: Sequence[bytes]) -> frozenset[bytes]:
         return await self._start(self._queue.hold_lanes(self._dialect, owner, lanes))
@@ -379,6 +388,9 @@ class SqlUnit(Generic[Tx]):
         return await self._at_once(self._queue.stood(self._dialect, taken))
 
     async def savepoint(self) -> None:
+        if self._unused:
+            self._unused = False
+            return
         await self._session.flush()
         # Released first: a thousand savepoints, one in the other, are slow everywhere.
         await self._session.script(("RELEASE onceward_turn;\n" if self._placed else "") + "SAVEPOINT onceward_turn;")
@@ -391,7 +403,15 @@ class SqlUnit(Generic[Tx]):
         await self._session.script("ROLLBACK TO onceward_turn;")
 
     async def close_lanes(self, closing: LaneClosing, *, consumer: str, host: str) -> None:
-        await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))
+        if self._rides():
+            riding = self._queue.closing(self._dialect, closing, consumer, host)
+            self._session.ride(riding)  # type: ignore[attr-defined]
+        else:
+            await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))
+
+    def _rides(self) -> bool:
+        """Whether statements can be said in the trips of BEGIN and COMMIT."""
+        return self._dialect.sets and not self.joined and self._session.can_ride()  # type: ignore[attr-defined]
 
     async def release(self, owner: str, lanes: Sequence[bytes], *, delay: float = 0.0) -> None:
         await self._at_once(self._queue.release(self._dialect, owner, lanes, delay))
@@ -431,7 +451,7 @@ class SqlUnit(Generic[Tx]):
 
     async def _start(self, plan: Plan[T]) -> T:
         """Begin a transaction with this plan; the caller ends it."""
-        self._placed = False
+        self._placed = self._unused = False
         return await run(plan, self._session.execute, first=self._first)
 
     def _first(self, statement: Statement) -> Coroutine[Any, Any, Result]:

@@ -152,6 +152,10 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         guard = self._guard
         return guard is not None and not guard.has_ended and self._in_transaction()
 
+    opening: Statement | None = None
+    """What else is said in the trip of the next BEGIN; its rows are not wanted."""
+    _riding: Statement | None = None
+
     idle_limit: float | None = None
     """Seconds that a transaction may be silent: then the server ends it, and whoever froze in it holds nobody up."""
 
@@ -162,6 +166,9 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         trip = f"{known.begin}'{self._token}'"
         if self.idle_limit is not None:
             trip += f"; SET LOCAL idle_in_transaction_session_timeout = {await self._idle_limit(self.idle_limit)}"
+        opening, self.opening, self._riding = self.opening, None, None
+        if opening is not None:
+            trip += f"; {inlined(opening)}"
         # A text literal means what we say only with standard_conforming_strings.
         if first is None or gives_rows(first.sql) or not self._has_standard_strings():
             await self._say(trip)
@@ -254,6 +261,14 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
             raise UsageError("two tasks of the handler used tx.transaction() at the same time, and one was not undone")
         return self._finish(self._commit())
 
+    def can_ride(self) -> bool:
+        """Whether a statement may be said without parameters: a text means what we say only with this setting."""
+        return self._has_standard_strings()
+
+    def ride(self, statement: Statement) -> None:
+        """Say it in the trip of COMMIT, before it. It gives a number, and 0 stops the trip."""
+        self._riding = statement
+
     def _refuse_left_behind(self) -> NoReturn:
         self._abandon()
         raise UsageError("a task that the handler left behind still uses tx; await it before the handler returns")
@@ -261,7 +276,8 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     async def _commit(self) -> None:
         try:
             # 1/0 stops the trip before COMMIT when this is not the transaction that we began.
-            tag = await self._send(f"SELECT 1 / ({self._token_stands()})::int; {self._ending()}")
+            riding = "" if self._riding is None else f"SELECT 1 / ({inlined(self._riding)}); "
+            tag = await self._send(f"SELECT 1 / ({self._token_stands()})::int; {riding}{self._ending()}")
         except Exception as error:
             state = getattr(error, "sqlstate", None)
             if state == _DIVISION_BY_ZERO:
