@@ -271,6 +271,9 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
     async def close_lanes(self, closing: Closing, *, consumer: str, host: str) -> None:
         """In the turn's transaction: write down what it came to. HandlerEndedTransaction: a message is gone."""
 
+    async def close_and_commit(self, closing: Closing, *, consumer: str, host: str) -> None:
+        """Both, in one trip where that is possible. It raises what either of them raises."""
+
     async def release(self, owner: str, lanes: Sequence[bytes], *, delay: float = 0.0) -> None:
         """Alone: give lanes back that were not worked on, and take the claim back. Those not ours are left alone."""
 

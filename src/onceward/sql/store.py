@@ -405,11 +405,15 @@ class SqlUnit(Generic[Tx]):
         await self._session.script("ROLLBACK TO onceward_turn;")
 
     async def close_lanes(self, closing: LaneClosing, *, consumer: str, host: str) -> None:
+        await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))
+
+    async def close_and_commit(self, closing: LaneClosing, *, consumer: str, host: str) -> None:
         if self._rides():
             riding = self._queue.closing(self._dialect, closing, consumer, host)
             self._session.ride(riding)  # type: ignore[attr-defined]
         else:
-            await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))
+            await self.close_lanes(closing, consumer=consumer, host=host)
+        await self.commit()
 
     def _rides(self) -> bool:
         """Whether statements can be said in the trips of BEGIN and COMMIT."""
