@@ -137,7 +137,7 @@ QUEUE_MUTANTS = [
     Mutant(
         "nobody remembers who waits",
         closing_says(nobody_remembers_who_waits),
-        "test_a_message_waits_for_what_it_depends_on",
+        "test_a_worker_without_work_does_not_spin",
     ),
     Mutant("no backoff", closing_says(a_retry_is_due_at_once), "test_a_retry_parks_its_lane_and_no_other"),
     Mutant("shares are signed", line_says(signed), "test_shares_are_disjoint_and_complete"),
@@ -203,6 +203,7 @@ QUEUE_MUTANTS = [
         "a position that is being settled is waited for in vain",
         nothing,
         "test_a_position_that_is_being_settled_is_not_waited_for_in_vain",
+        {"constraints": "immediate"},
         on=ON_POSTGRES,
         functions=(
             ("onceward_close", "IF NOT pg_try_advisory_xact_lock(", "IF false AND NOT pg_try_advisory_xact_lock("),
