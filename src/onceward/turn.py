@@ -497,8 +497,7 @@ class Turn:
     async def _end(self) -> None:
         unit, intake = self._unit, self._settings.intake
         try:
-            await unit.close_lanes(self._closing(), consumer=intake.consumer, host=intake.host)
-            await unit.commit()
+            await unit.close_and_commit(self._closing(), consumer=intake.consumer, host=intake.host)
         except HandlerEndedTransaction as error:
             await self._bury_ended(None, error)
         except CommitNotApplied as error:
@@ -603,8 +602,7 @@ class Turn:
             self._taken = msgspec.structs.replace(self._taken, lanes=held)
             self._slots = [slot for slot in self._slots if slot.queued.lane in held]
             intake = self._settings.intake
-            await self._unit.close_lanes(self._closing(), consumer=intake.consumer, host=intake.host)
-            await self._unit.commit()
+            await self._unit.close_and_commit(self._closing(), consumer=intake.consumer, host=intake.host)
 
         await finish(write())
 

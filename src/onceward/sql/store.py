@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.queue import Closing as LaneClosing
-from onceward.queue import KeptLine, LaneClaim, QueueLine, QueueStats, Share, Taken, Unmet
+from onceward.queue import KeptLine, LaneClaim, QueueLine, Share, Taken, Unmet
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
 from onceward.sql import queue_postgresql, queue_rows, queue_sqlite, queue_stats, upkeep, verbs
@@ -20,7 +20,7 @@ from onceward.sql.dialect import DIALECTS, Dialect, quoted
 from onceward.sql.driver import Driver, Session
 from onceward.sql.joined import joined
 from onceward.sql.plan import Plan, Result, Statement, inlined, run
-from onceward.stats import Stats
+from onceward.stats import QueueStats, Stats
 from onceward.store import Begin, ClaimLine, Closing, Done, Ended, Features, Found, InFlight, Sweepable, SweptBatch
 
 Tx = TypeVar("Tx")
@@ -385,6 +385,8 @@ class SqlUnit(Generic[Tx]):
         return await self._say(queue_rows.waits_in_circle(self._dialect, record, needed))
 
     async def stood(self, taken: Taken) -> bool | None:
+        if taken.xid is None:
+            return False if self._driver.features.refuses_end else None
         return await self._at_once(self._queue.stood(self._dialect, taken))
 
     async def savepoint(self) -> None:
@@ -403,11 +405,15 @@ class SqlUnit(Generic[Tx]):
         await self._session.script("ROLLBACK TO onceward_turn;")
 
     async def close_lanes(self, closing: LaneClosing, *, consumer: str, host: str) -> None:
+        await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))
+
+    async def close_and_commit(self, closing: LaneClosing, *, consumer: str, host: str) -> None:
         if self._rides():
             riding = self._queue.closing(self._dialect, closing, consumer, host)
             self._session.ride(riding)  # type: ignore[attr-defined]
         else:
-            await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))
+            await self.close_lanes(closing, consumer=consumer, host=host)
+        await self.commit()
 
     def _rides(self) -> bool:
         """Whether statements can be said in the trips of BEGIN and COMMIT."""
