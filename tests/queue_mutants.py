@@ -21,11 +21,14 @@ def closing_says(change: Callable[[Closing], Closing]) -> Patch:
     """What a turn came to is written down wrongly."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        async def close_lanes(self: SqlUnit[Any], closing: Closing, **of_all: Any) -> None:
-            await original(self, change(closing), **of_all)
+        def wrongly(close: Any) -> Any:
+            async def closing_wrongly(self: SqlUnit[Any], closing: Closing, **of_all: Any) -> None:
+                await close(self, change(closing), **of_all)
 
-        original = SqlUnit.close_lanes
-        patch.setattr(SqlUnit, "close_lanes", close_lanes)
+            return closing_wrongly
+
+        patch.setattr(SqlUnit, "close_lanes", wrongly(SqlUnit.close_lanes))
+        patch.setattr(SqlUnit, "close_and_commit", wrongly(SqlUnit.close_and_commit))
 
     return apply
 

@@ -431,7 +431,7 @@ class AcceptContract:
         got = []
 
         async def handler(message: Message[Any]) -> None:
-            got.append(message.tenant)
+            got.append(str(message.tenant))
 
         assert len(await drain(billing, handler)) == 2
         assert sorted(got) == ["north", "south"]

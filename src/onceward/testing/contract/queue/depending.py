@@ -188,10 +188,11 @@ class DependencyContract:
     async def test_a_position_that_is_settled_while_a_turn_begins_to_wait_wakes_it(self, lab: Lab) -> None:
         """The turn has read that z1 is missing, and z1 is settled before the turn writes down that it waits."""
         needs(lab, "concurrent_units")
-        other, handler, settled = await lab.inbox(), Recorder(lab), []
+        other, handler = await lab.inbox(), Recorder(lab)
+        settled: list[Any] = []
 
         async def reached(point: str) -> None:
-            if point == "before close_lanes" and not settled:
+            if point in ("before close_lanes", "before close_and_commit") and not settled:
                 settled.append(await other.process(at(lab, "z1"), Recorder(lab)))
 
         inbox = await lab.inbox(reached=reached)
