@@ -39,6 +39,8 @@ class Mutant:
     caught_by: str
     params: dict[str, Any] = field(default_factory=dict)
     on: tuple[str, ...] = BOTH
+    functions: tuple[tuple[str, str, str], ...] = ()
+    """Functions of the database that are wrong: their names, what they say, and what they say instead."""
 
 
 def claim_late(patch: pytest.MonkeyPatch, claim: Any, insert: Any) -> None:

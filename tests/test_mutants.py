@@ -13,13 +13,15 @@ from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 
-from onceward.testing import JoinedContract, Lab, SqliteLab, StoreContract
+from onceward.testing import JoinedContract, Lab, QueueContract, SqliteLab, StoreContract
 from onceward.testing.kinds import AsyncpgCaller, Caller, SqliteCaller, place
 from tests.mutants import MUTANTS, Mutant
+from tests.queue_mutants import QUEUE_MUTANTS, make_mistakes
 
 _numbers = count(1)
 
 CASES = [(mutant, lab) for mutant in MUTANTS for lab in mutant.on]
+QUEUE_CASES = [(mutant, lab) for mutant in QUEUE_MUTANTS for lab in mutant.on]
 REQUIRED = {
     "claim after the effect",
     "check-then-act",
@@ -61,6 +63,19 @@ async def test_a_wrong_variant_is_caught(
     # An assert that fails, or a pytest.raises that did not see its error.
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         await case(lab, **given, **mutant.params)
+    await end_what_was_left()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("mutant", "lab"), QUEUE_CASES, ids=lambda value: getattr(value, "name", value), indirect=["lab"]
+)
+async def test_a_wrong_queue_is_caught(mutant: Mutant, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = getattr(QueueContract(), mutant.caught_by)
+    mutant.apply(monkeypatch)
+    await make_mistakes(lab, mutant)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        await case(lab, **mutant.params)
     await end_what_was_left()
 
 

@@ -10,15 +10,17 @@ from uuid import UUID
 
 import asyncpg
 import pytest
+import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import onceward
 from onceward.identity import digest
-from onceward.sql.catalog import columns_of, made, migrations, statements
+from onceward.sql.catalog import added_columns, columns_of, made, migrations, statements
 from onceward.sql.dialect import DIALECTS, postgresql, quoted
 from onceward.sql.plan import Result, Statement, gives_rows, inlined, literal, numbered, run
 from onceward.sql.store import schema
+from onceward.sqlalchemy import add_tables
 from onceward.testing import PostgresLab, SqliteLab
 from onceward.testing.labs import SqlLab
 
@@ -173,6 +175,19 @@ async def test_what_the_migrations_make_is_read_from_their_text(lab: SqlLab) -> 
     for table in made(lab.dialect):
         if table.kind == "table":
             assert len(await lab.query(f"SELECT {', '.join(table.columns)} FROM {table.name}")) == 0
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_models_say_what_the_migrations_make(dialect: str) -> None:
+    """A quick look at names; tests/test_alembic.py compares them as Alembic does."""
+    metadata = sa.MetaData()
+    add_tables(metadata)
+    tables = {table.name: set(table.columns.keys()) for table in metadata.tables.values()}
+    said = {one.name: set(one.columns) for one in made(dialect) if one.kind == "table"}
+    assert {name: columns for name, columns in tables.items() if name != "onceward_schema"} == said
+    assert added_columns(dialect, "onceward_schema").keys() < tables["onceward_schema"]
+    indexes = {str(index.name) for table in metadata.tables.values() for index in table.indexes}
+    assert indexes == {one.name for one in made(dialect) if one.kind == "index"}
 
 
 def test_statements_are_told_apart() -> None:

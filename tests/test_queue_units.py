@@ -13,9 +13,10 @@ import pytest
 from onceward import Inbox, Message
 from onceward.errors import HandlerEndedTransaction
 from onceward.message import Position
-from onceward.queue import SHARED, Closing, Kept, LaneEnd, QueueStats, Then
+from onceward.queue import SHARED, Closing, Kept, LaneEnd, Then
 from onceward.record import Decision, Failure, Record, State, decide
 from onceward.retry import RetryPolicy
+from onceward.stats import QueueStats
 from onceward.store import ClaimLine, Sweepable
 from onceward.testing import AiosqliteLab, Lab, PostgresLab, PsycopgLab, SqlAlchemyPostgresLab, SqliteLab
 from tests.queue_tools import (

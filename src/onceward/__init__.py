@@ -59,10 +59,9 @@ from onceward.janitor import Janitor
 from onceward.lease import Lease
 from onceward.message import Message, Position, stream_of
 from onceward.outcome import Kind, Outcome, Verdict, outcome_of, verdict_of
-from onceward.queue import LaneStats, QueueStats
 from onceward.record import Failure, Record, State
 from onceward.retry import RetryPolicy
-from onceward.stats import Stats
+from onceward.stats import LaneStats, QueueStats, Stats
 from onceward.stored import Health
 
 __version__ = "0.1.0"

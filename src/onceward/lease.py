@@ -38,6 +38,7 @@ from onceward.queue import Closing, DoneLine, FailedLine, LaneEnd, Then
 from onceward.retention import milliseconds
 from onceward.settle import Settler
 from onceward.shield import finish
+from onceward.store import Closing as Written
 from onceward.turn import Settings, Slot
 
 
@@ -109,6 +110,14 @@ class Lease:
             await unit.commit()
         self.completed = True
 
+    async def keep_result(self, result: Any) -> None:
+        """What a handler returned after it had completed: for duplicates, and no more than that."""
+        self.result = result
+        encoded = codec.encode(result, "result", ResultInvalid)
+        identity, duration_ms = self._slot.queued.record.identity, self._slot.duration_ms
+        async with self._settler.plain_unit() as unit:
+            await unit.repair(unclaim=(), complete=[Written(identity, encoded, duration_ms)], bury=())
+
 
 async def run_leased(settler: Settler[Any], settings: Settings, owner: str, slot: Slot) -> Slot:
     """Run the handler with the lease of its message, and settle what becomes of it."""
@@ -131,6 +140,8 @@ async def run_leased(settler: Settler[Any], settings: Settings, owner: str, slot
             lease.result = result
             async with lease.complete():
                 pass
+        elif result is not None and lease.result is None:
+            await lease.keep_result(result)
     except BaseException as error:
         slot.duration_ms = (perf_counter() - began) * 1000
         if not lease.completed:

@@ -221,46 +221,6 @@ class Closing(msgspec.Struct, frozen=True):
     """The seq of those that come after one of their track that is set aside."""
 
 
-class LaneStats(msgspec.Struct, frozen=True):
-    """One lane that has something to do, or would have."""
-
-    tenant: str
-    name: str | None
-    """None: one message that needs no order."""
-    state: str
-    """ready, running, retrying, later, waiting, blocked"""
-    pending: int
-    """Up to 1000 that may run, and up to 1000 that are set aside."""
-    oldest: datetime | None = None
-    next_try_at: datetime | None = None
-    blocked_on: str | None = None
-    """The position that it waits for, as "stream position", or the id of the dead letter that holds it up."""
-
-
-class QueueStats(msgspec.Struct, frozen=True):
-    """A consumer's queue. Counts of messages, and of lanes by state.
-
-    Cheap, because nothing is counted beyond 10 000: up to there all of it is exact. With `exact=False` the number of
-    pending messages is the database's estimate, for all consumers, and the other counts are at least what they say.
-    """
-
-    pending: int = 0
-    lanes: int = 0
-    ready: int = 0
-    running: int = 0
-    retrying: int = 0
-    later: int = 0
-    waiting: int = 0
-    blocked: int = 0
-    dead: int = 0
-    oldest_at: datetime | None = None
-    """When the first message that is pending was received."""
-    next_try_at: datetime | None = None
-    exact: bool = True
-    worst: tuple[LaneStats, ...] = ()
-    """Some lanes that do not go on at once: those that wait for a person first, then the oldest."""
-
-
 Share = tuple[int, int]
 """(0, 3): the first third of all lanes."""
 
@@ -340,6 +300,3 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
 
     async def drop(self, identity: Identity, line: QueueLine) -> bool:
         """Alone: DEAD -> DISCARDED, and its lane goes on."""
-
-    async def queue_stats(self, consumer: str, *, worst: int = 20) -> QueueStats:
-        """Cheap, however long the queue is."""

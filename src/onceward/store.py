@@ -22,7 +22,7 @@ import msgspec
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.record import Failure, Record, State
-from onceward.stats import Stats
+from onceward.stats import QueueStats, Stats
 
 Tx = TypeVar("Tx")
 Tx_co = TypeVar("Tx_co", covariant=True)
@@ -41,6 +41,8 @@ class Features(msgspec.Struct, frozen=True):
     """After an error of the database nothing but a rollback works, so a swallowed error cannot be committed."""
     automatic_setup: bool = False
     """Opening the store makes or upgrades its tables."""
+    refuses_end: bool = False
+    """A handler cannot end the transaction: the database refuses it."""
     listens: bool = False
     """Workers in other processes can be called at once."""
 
@@ -240,6 +242,9 @@ class Unit(Protocol[Tx_co]):
 
     async def stats(self, consumer: str) -> Stats:
         """How many records the consumer has, by state and age."""
+
+    async def queue_stats(self, consumer: str, *, worst: int = 20) -> QueueStats:
+        """What was accepted and is not settled yet. Cheap, however long the queue is."""
 
     async def records(
         self, consumer: str, states: tuple[State, ...], *, older: float | None, limit: int

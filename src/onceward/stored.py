@@ -20,10 +20,10 @@ from onceward.iterate import Work, works
 from onceward.keys import KeyLike
 from onceward.message import Message, check_position
 from onceward.outcome import Kind, Outcome
-from onceward.queue import QueueStats
 from onceward.record import Record
 from onceward.retry import RetryPolicy
 from onceward.settle import Settler
+from onceward.stats import QueueStats
 from onceward.store import Store
 from onceward.turn import OnDead, OnDeadDependency, Settings
 from onceward.wake import Bell, Herald

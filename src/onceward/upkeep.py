@@ -85,7 +85,8 @@ class Upkeep(msgspec.Struct, frozen=True):
 
     async def stats(self) -> Stats:
         async with self.store.unit(read_only=True) as unit:
-            return await unit.stats(self.consumer)
+            stats = await unit.stats(self.consumer)
+            return msgspec.structs.replace(stats, queue=await unit.queue_stats(self.consumer))
 
     async def records(self, *states: State, older_than: timedelta | None, limit: int) -> list[Record]:
         if limit < 1:

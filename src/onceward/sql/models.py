@@ -243,6 +243,11 @@ _index(
     RECORDS, "expiring", "consumer", "expires_at", "identity", "processed_at",
     where="state = 'processed' AND expires_at IS NOT NULL",
 )  # fmt: skip
+_index(
+    RECORDS, "open", "consumer", "tenant", "stream", "position",
+    where="stream IS NOT NULL AND state IN ('accepted', 'running', 'failed', 'dead')",
+)  # fmt: skip
+_index(LANES, "asleep", "consumer", where="run_at IS NULL")
 _index(LANES, "due", "consumer", "run_at", where="run_at IS NOT NULL")
 _index(PENDING, "next", "lane", "rank", "seq", where="NOT aside")
 _index(PENDING, "aside", "lane", where="aside")

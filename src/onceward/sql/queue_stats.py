@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from onceward.queue import LaneStats, QueueStats
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan
 from onceward.sql.verbs import moment_of
+from onceward.stats import LaneStats, QueueStats
 
 MOST = 10_000
 

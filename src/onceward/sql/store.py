@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.queue import Closing as LaneClosing
-from onceward.queue import KeptLine, LaneClaim, QueueLine, QueueStats, Share, Taken, Unmet
+from onceward.queue import KeptLine, LaneClaim, QueueLine, Share, Taken, Unmet
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
 from onceward.sql import queue_postgresql, queue_rows, queue_sqlite, queue_stats, upkeep, verbs
@@ -20,7 +20,7 @@ from onceward.sql.dialect import DIALECTS, Dialect, quoted
 from onceward.sql.driver import Driver, Session
 from onceward.sql.joined import joined
 from onceward.sql.plan import Plan, Result, Statement, inlined, run
-from onceward.stats import Stats
+from onceward.stats import QueueStats, Stats
 from onceward.store import Begin, ClaimLine, Closing, Done, Ended, Features, Found, InFlight, Sweepable, SweptBatch
 
 Tx = TypeVar("Tx")
@@ -385,6 +385,8 @@ class SqlUnit(Generic[Tx]):
         return await self._say(queue_rows.waits_in_circle(self._dialect, record, needed))
 
     async def stood(self, taken: Taken) -> bool | None:
+        if taken.xid is None:
+            return False if self._driver.features.refuses_end else None
         return await self._at_once(self._queue.stood(self._dialect, taken))
 
     async def savepoint(self) -> None:

@@ -313,7 +313,7 @@ class SqliteReadSession(HoldsNothing):
 class SqliteDriver:
     """One file, one writer in this process; several processes on one file are safe."""
 
-    features = Features(concurrent_units=False, automatic_setup=True)
+    features = Features(concurrent_units=False, automatic_setup=True, refuses_end=True)
     schema = None
 
     def __init__(self, path: str) -> None:

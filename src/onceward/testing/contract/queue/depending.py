@@ -141,7 +141,7 @@ class DependencyContract:
             await drain(inbox, handler)
             return bool(handler.runs)
 
-        await until(ran)
+        await until(ran, within=8)
         assert handler.runs == ["a1"]
 
     @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])

@@ -103,6 +103,7 @@ class FleetContract:
         await hands[0].hear("ran")
         await hands[0].kill()
         hands.append(await lab.hand(ledger=True))
+        await hands[-1].hear("ready")
 
         async def done() -> bool:
             return await all_done(lab)

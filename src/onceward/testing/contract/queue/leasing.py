@@ -20,14 +20,14 @@ class LeaseContract:
         inbox, during = await lab.inbox(), []
 
         @inbox.handler("order.paid", lease=30)
-        async def on_paid(message: Message[Any], lease: Any) -> dict[str, str]:
+        async def on_paid(message: Message[Any], lease: Any) -> None:
             # Nothing is held: somebody else may write, and change the very rows of this message.
             await lab.query("INSERT INTO effects VALUES ('meanwhile')")
             await lab.query("UPDATE onceward_records SET extra = '1'")
             during.append(await lab.query("SELECT state FROM onceward_records"))
             async with lease.complete() as tx:
                 await lab.write(tx, message.id)
-            return {"charged": message.id}
+                lease.result = {"charged": message.id}
 
         await inbox.accept(lab.message("m"))
         outcomes = await drain(inbox)
@@ -36,6 +36,7 @@ class LeaseContract:
         assert await lab.effects() == ["m", "meanwhile"]
         record = await record_of(inbox, lab.message("m"))
         assert (record.state, record.attempts, record.started) == (State.PROCESSED, 1, 0)
+        assert record.result == {"charged": "m"}
         assert await drain(inbox) == []
 
     async def test_no_transaction_is_open_while_a_leased_handler_runs(self, lab: Lab) -> None:
