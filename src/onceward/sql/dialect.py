@@ -18,7 +18,8 @@ from onceward.errors import UsageError
 from onceward.sql.plan import Statement
 
 _TABLES = re.compile(
-    r"\bonceward_(records|schema|lanes|pending|waits|floors|arrivals|accept|take|close|overdue|requeue|drop)\b(?!\.)"
+    r"\bonceward_(records|schema|lanes|pending|waits|floors|arrivals|accept|take|close|overdue|requeue|drop"
+    r"|count_lanes|count_pending|count_messages|worst_lanes)\b(?!\.)"
 )
 _NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 
