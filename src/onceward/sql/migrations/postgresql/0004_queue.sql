@@ -716,6 +716,120 @@ CREATE FUNCTION onceward_drop(dead uuid, from_lane uuid) RETURNS boolean
         RETURN true;
     END $$;
 
+-- The numbers of a queue. Counts end at `most`, and everything is read from indexes, so that a long queue costs no more
+-- than a short one.
+CREATE FUNCTION onceward_count_lanes(of_consumer text, most integer)
+    RETURNS TABLE (state text, lanes bigint, next_at timestamptz)
+    LANGUAGE sql STABLE
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET enable_hashjoin = off
+    SET enable_mergejoin = off
+    SET jit = off
+    AS $$
+        SELECT state, count(*) AS lanes, min(run_at) AS next_at
+        FROM (
+            SELECT * FROM (SELECT state, run_at FROM onceward_lanes
+                           WHERE consumer = $1 AND run_at IS NOT NULL ORDER BY run_at LIMIT $2) due
+            UNION ALL
+            SELECT * FROM (SELECT state, run_at FROM onceward_lanes
+                           WHERE consumer = $1 AND run_at IS NULL LIMIT $2) asleep) l
+        GROUP BY state
+    $$;
+
+CREATE FUNCTION onceward_count_pending(of_consumer text, most integer)
+    RETURNS TABLE (pending bigint)
+    LANGUAGE sql STABLE
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET enable_hashjoin = off
+    SET enable_mergejoin = off
+    SET jit = off
+    AS $$
+        SELECT
+            (SELECT count(*) FROM (
+                SELECT 1 FROM (
+                    SELECT * FROM (SELECT lane FROM onceward_lanes
+                                   WHERE consumer = $1 AND run_at IS NOT NULL ORDER BY run_at LIMIT $2) due
+                    UNION ALL
+                    SELECT * FROM (SELECT lane FROM onceward_lanes
+                                   WHERE consumer = $1 AND run_at IS NULL LIMIT $2) asleep) l
+                CROSS JOIN onceward_pending p WHERE p.lane = l.lane AND NOT p.aside LIMIT $2) few)
+            + (SELECT count(*) FROM (
+                SELECT 1 FROM (
+                    SELECT * FROM (SELECT lane FROM onceward_lanes
+                                   WHERE consumer = $1 AND run_at IS NOT NULL ORDER BY run_at LIMIT $2) due
+                    UNION ALL
+                    SELECT * FROM (SELECT lane FROM onceward_lanes
+                                   WHERE consumer = $1 AND run_at IS NULL LIMIT $2) asleep) l
+                CROSS JOIN onceward_pending p WHERE p.lane = l.lane AND p.aside LIMIT $2) few) AS pending
+    $$;
+
+CREATE FUNCTION onceward_count_messages(of_consumer text, most integer)
+    RETURNS TABLE (dead bigint, accepted timestamptz, failed timestamptz, running timestamptz)
+    LANGUAGE sql STABLE
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET enable_hashjoin = off
+    SET enable_mergejoin = off
+    SET jit = off
+    AS $$
+        SELECT
+            (SELECT count(*) FROM (
+                SELECT 1 FROM onceward_records WHERE consumer = $1 AND state <> 'processed' AND state = 'dead'
+                  AND received_position IS NOT NULL LIMIT $2) few) AS dead,
+            (SELECT received_at FROM onceward_records WHERE consumer = $1 AND state <> 'processed' AND state = 'accepted'
+             ORDER BY received_at LIMIT 1) AS accepted,
+            (SELECT received_at FROM onceward_records WHERE consumer = $1 AND state <> 'processed' AND state = 'failed'
+               AND received_position IS NOT NULL ORDER BY received_at LIMIT 1) AS failed,
+            (SELECT received_at FROM onceward_records WHERE consumer = $1 AND state <> 'processed' AND state = 'running'
+               AND received_position IS NOT NULL ORDER BY received_at LIMIT 1) AS running
+    $$;
+
+-- Some lanes that do not go on at once: those that wait for a person first, then the oldest.
+CREATE FUNCTION onceward_worst_lanes(of_consumer text, worst integer)
+    RETURNS TABLE (
+        tenant text, name text, state text, run_at timestamptz, pending bigint, oldest timestamptz, dead_letter text,
+        stream text, "position" bigint)
+    LANGUAGE sql STABLE
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET enable_hashjoin = off
+    SET enable_mergejoin = off
+    SET jit = off
+    AS $$
+        SELECT
+            c.tenant, c.name, c.state, c.run_at,
+            (SELECT count(*) FROM (SELECT 1 FROM onceward_pending p
+                                   WHERE p.lane = c.lane AND NOT p.aside LIMIT 1000) few)
+            + (SELECT count(*) FROM (SELECT 1 FROM onceward_pending p
+                                     WHERE p.lane = c.lane AND p.aside LIMIT 1000) few) AS pending,
+            coalesce((SELECT r.received_at FROM onceward_pending p JOIN onceward_records r ON r.identity = p.identity
+                      WHERE p.seq = c.first), dead.received_at) AS oldest,
+            dead.message_id AS dead_letter, w.stream, w.position
+        FROM (
+            SELECT l.*,
+                coalesce(
+                    (SELECT p.seq FROM onceward_pending p JOIN onceward_waits w ON w.seq = p.seq
+                     WHERE p.lane = l.lane AND p.aside LIMIT 1),
+                    (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside
+                     ORDER BY p.rank, p.seq LIMIT 1)) AS first
+            FROM (
+                SELECT * FROM (SELECT * FROM onceward_lanes
+                               WHERE consumer = $1 AND run_at IS NULL LIMIT 1000) asleep
+                UNION ALL
+                SELECT * FROM (SELECT * FROM onceward_lanes
+                               WHERE consumer = $1 AND run_at IS NOT NULL ORDER BY run_at LIMIT 1000) due
+                WHERE state = 'retrying') l) c
+        LEFT JOIN onceward_records dead ON dead.identity = c.blocker
+        LEFT JOIN onceward_waits w ON w.seq = c.first
+        ORDER BY c.state <> 'blocked', c.first LIMIT $2
+    $$;
+
 -- The functions find the tables where they are themselves, whatever the search path was here, or is in a handler.
 DO $$
     DECLARE
