@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import accept, batches, dispatch, duplicates, embedded, events, peers, postgres, report, single
+from bench import accept, batches, dispatch, duplicates, embedded, events, growth, latency, peers, postgres, report, single
 from bench.questions import Facts, Question, World
 from bench.report import Report
 from bench.rounds import Measured, Plan, Stage, WorkNotDone, measure, slices_of
@@ -28,6 +28,8 @@ QUESTIONS: dict[str, Question] = {
     "events": events.stages,
     "accept": accept.stages,
     "dispatch": dispatch.stages,
+    "latency": latency.stages,
+    "growth": growth.stages,
 }
 WITHOUT_POSTGRES = {"sqlite", "events"}
 
@@ -121,6 +123,9 @@ async def run(options: argparse.Namespace, server_dsn: str | None, console: Cons
                 known=known,
                 rounds=plan.rounds,
                 calls=20_000 if options.quick else 200_000,
+                bulk=2_000 if options.quick else 10_000,
+                lasting=2.0 if options.quick else 10.0,
+                full=not options.quick,
             )
             found += await answer(name, world, plan, console)
     return Report(

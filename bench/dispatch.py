@@ -4,8 +4,8 @@ First like for like: one message in one transaction, by one call. Then the loops
 at once under backlog, and can give a handler the whole list; the others do what they do. The floor is a hand-written
 queue with SKIP LOCKED, which has no order, no dependencies, no retries and does not notice a crash.
 
-Then counts, because a fast queue that loses messages is not one: with several workers, with handlers that fail once, and
-with one message that always fails.
+Then counts, because a fast queue that loses messages is not one: with several workers, with handlers that fail once,
+and with one message that always fails.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ async def supervised(queue: Queue, seen: Seen, workers: int) -> None:
 
 
 async def judged(kind: Kind, place: Yard, number: int) -> tuple[str, ...]:
-    """Of so many: lost and doubled with four workers, lost after one failure, and stuck behind one that always fails."""
+    """Of so many: lost and doubled with four workers, lost after a failure, stuck behind one that always fails."""
     async with kind.opened(place.dsn, 4) as queue:
         messages = new_messages(number)
         await queue.fill(messages)
@@ -179,9 +179,9 @@ async def stages(world: World) -> AsyncGenerator[Stage | Facts, None]:
         title=f"Right or wrong, of {world.pairs} messages each",
         columns=("queue", "lost, 4 workers", "doubled, 4 workers", "lost after a failure", "stuck behind a poison"),
         rows=tuple(rows),
-        note="Lost, 4 workers: never given to a handler by run with four workers in one process. Lost after a failure: each "
-        "handler failed once, and the loop was started again where it stopped. Stuck behind a poison: not handled while "
-        "one message, the first, fails each time.",
+        note="Lost, 4 workers: never given to a handler by run with four workers in one process. Lost after a failure: "
+        "each handler failed once, and the loop was started again where it stopped. Stuck behind a poison: not handled "
+        "while one message, the first, fails each time.",
     )
 
 
