@@ -44,9 +44,10 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_every_conformance_test_stands_on_its_own_feet() -> None:
-    names = [name for name in dir(StoreContract) if name.startswith("test_")]
-    assert len(names) > 80
-    assert all(getattr(StoreContract, name).__code__.co_argcount >= 2 for name in names)
+    for contract in (StoreContract, QueueContract):
+        names = [name for name in dir(contract) if name.startswith("test_")]
+        assert len(names) > 80
+        assert all(getattr(contract, name).__code__.co_argcount >= 2 for name in names)
 
 
 def test_all_rules_are_on_the_page() -> None:

@@ -164,17 +164,13 @@ class LeaseContract:
         assert handler.runs == ["a1", "a2"], "and its lane is as it was"
 
     async def test_a_zombie_cannot_free_a_lane_that_another_one_has_now(self, lab: Lab) -> None:
-        inbox, other = await lab.inbox(), await lab.inbox()
-        entered, go = asyncio.Event(), asyncio.Event()
-        third = Recorder(lab)
+        inbox, other, third = await lab.inbox(), await lab.inbox(), Recorder(lab)
+        begun, replaced, entered, go = (asyncio.Event() for _ in range(4))
 
         @inbox.handler("order.paid", lease=30)
         async def zombie(message: Message[Any], lease: Any) -> None:
-            async def taken_over() -> bool:
-                await lab.let_time_pass()
-                return entered.is_set()
-
-            await until(taken_over)
+            begun.set()
+            await asyncio.wait_for(replaced.wait(), 30)
             raise ValueError("late")
 
         @other.handler("order.paid", lease=30)
@@ -186,22 +182,18 @@ class LeaseContract:
 
         await inbox.accept(at(lab, "a1"))
         first = asyncio.ensure_future(inbox.dispatch())
-
-        second: list[Any] = []
-
-        async def got() -> bool:
-            second.append(await other.dispatch())
-            return second[-1] is not None
-
-        heirs = asyncio.ensure_future(until(got))
-        await asyncio.wait([first], timeout=30)
-        assert first.done()
-        assert await (await lab.inbox()).dispatch(third) is None, "the heir has it"
-        go.set()
-        await heirs
-        assert second[-1].kind is Kind.PROCESSED
+        await asyncio.wait_for(begun.wait(), 20)
+        await lab.let_time_pass()  # the lease is over, by the clock of the database
+        second = asyncio.ensure_future(other.dispatch())
+        await asyncio.wait_for(entered.wait(), 20)
+        replaced.set()
         with contextlib.suppress(OncewardError):
             await first
+        assert await (await lab.inbox()).dispatch(third) is None, "the heir has it"
+        go.set()
+        outcome = await second
+        assert outcome is not None
+        assert outcome.kind is Kind.PROCESSED
         assert third.runs == []
         assert await lab.effects() == ["a1"]
         assert (await record_of(inbox, at(lab, "a1"))).state is State.PROCESSED
