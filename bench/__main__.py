@@ -13,7 +13,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import accept, batches, dispatch, duplicates, embedded, events, growth, latency, peers, postgres, report, single
+from bench import (
+    accept,
+    batches,
+    dispatch,
+    duplicates,
+    embedded,
+    events,
+    growth,
+    latency,
+    peers,
+    postgres,
+    report,
+    single,
+)
 from bench.questions import Facts, Question, World
 from bench.report import Report
 from bench.rounds import Measured, Plan, Stage, WorkNotDone, measure, slices_of
