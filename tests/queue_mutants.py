@@ -21,11 +21,14 @@ def closing_says(change: Callable[[Closing], Closing]) -> Patch:
     """What a turn came to is written down wrongly."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        async def close_lanes(self: SqlUnit[Any], closing: Closing, **of_all: Any) -> None:
-            await original(self, change(closing), **of_all)
+        def wrongly(close: Any) -> Any:
+            async def closing_wrongly(self: SqlUnit[Any], closing: Closing, **of_all: Any) -> None:
+                await close(self, change(closing), **of_all)
 
-        original = SqlUnit.close_lanes
-        patch.setattr(SqlUnit, "close_lanes", close_lanes)
+            return closing_wrongly
+
+        patch.setattr(SqlUnit, "close_lanes", wrongly(SqlUnit.close_lanes))
+        patch.setattr(SqlUnit, "close_and_commit", wrongly(SqlUnit.close_and_commit))
 
     return apply
 
@@ -137,7 +140,7 @@ QUEUE_MUTANTS = [
     Mutant(
         "nobody remembers who waits",
         closing_says(nobody_remembers_who_waits),
-        "test_a_message_waits_for_what_it_depends_on",
+        "test_a_worker_without_work_does_not_spin",
     ),
     Mutant("no backoff", closing_says(a_retry_is_due_at_once), "test_a_retry_parks_its_lane_and_no_other"),
     Mutant("shares are signed", line_says(signed), "test_shares_are_disjoint_and_complete"),
@@ -203,6 +206,7 @@ QUEUE_MUTANTS = [
         "a position that is being settled is waited for in vain",
         nothing,
         "test_a_position_that_is_being_settled_is_not_waited_for_in_vain",
+        {"constraints": "immediate"},
         on=ON_POSTGRES,
         functions=(
             ("onceward_close", "IF NOT pg_try_advisory_xact_lock(", "IF false AND NOT pg_try_advisory_xact_lock("),

@@ -102,13 +102,14 @@ class Cache:
         self._new, self._old = {}, {}
 
     def put_all(self, known: Iterable[tuple[bytes, Done]]) -> None:
+        if self._half <= 0:
+            return
         for digest, done in known:
-            if done.payload_hash is not None:
-                self.put(digest, done)
+            if done.payload_hash is None or (done.result is not None and len(done.result) > self.LARGEST_RESULT):
+                continue
+            self._new[digest] = done
+            if len(self._new) >= self._half:
+                self._new, self._old = {}, self._new
 
     def put(self, digest: bytes, done: Done) -> None:
-        if self._half <= 0 or (done.result is not None and len(done.result) > self.LARGEST_RESULT):
-            return
-        self._new[digest] = done
-        if len(self._new) >= self._half:
-            self._new, self._old = {}, self._new
+        self.put_all(((digest, done),))

@@ -315,7 +315,7 @@ class FailureContract:
         assert len(caplog.messages) == 1
         assert "\n" not in caplog.text.rstrip("\n")
         assert "\x1b" not in caplog.text
-        assert "4111" not in caplog.text
+        assert "4111-1111" not in caplog.text
 
     async def test_a_cancelled_handler_leaves_nothing_and_is_not_an_attempt(self, lab: Lab) -> None:
         heard = Listener()

@@ -164,15 +164,18 @@ class DependencyContract:
 
             await until(ran)
 
-    async def test_a_position_that_is_being_settled_is_not_waited_for_in_vain(self, lab: Lab) -> None:
+    @pytest.mark.parametrize("constraints", ["deferred", "immediate"])
+    async def test_a_position_that_is_being_settled_is_not_waited_for_in_vain(self, lab: Lab, constraints: str) -> None:
         """Somebody settles the position, and has not committed; the waiter cannot see it, and the settler not the
-        waiter. Whichever comes first, the message runs."""
+        waiter, least of all where it has looked for waiters already. Whichever comes first, the message runs."""
         needs(lab, "concurrent_units")
         inbox, handler = await lab.inbox(), Recorder(lab)
         await inbox.accept(at(lab, "a1", "z1"))
         async with kind_of(lab).opened(place(lab)) as caller:
             await caller.begin()
             await inbox.mark_processed(at(lab, "z1"), tx=caller.tx)
+            if constraints == "immediate":
+                await caller.run("SET CONSTRAINTS ALL IMMEDIATE")
             assert await drain(inbox, handler) == []
             await caller.commit()
 
@@ -180,15 +183,16 @@ class DependencyContract:
             await drain(inbox, handler)
             return bool(handler.runs)
 
-        await until(ran)
+        await until(ran, within=8)
 
     async def test_a_position_that_is_settled_while_a_turn_begins_to_wait_wakes_it(self, lab: Lab) -> None:
         """The turn has read that z1 is missing, and z1 is settled before the turn writes down that it waits."""
         needs(lab, "concurrent_units")
-        other, handler, settled = await lab.inbox(), Recorder(lab), []
+        other, handler = await lab.inbox(), Recorder(lab)
+        settled: list[Any] = []
 
         async def reached(point: str) -> None:
-            if point == "before close_lanes" and not settled:
+            if point in ("before close_lanes", "before close_and_commit") and not settled:
                 settled.append(await other.process(at(lab, "z1"), Recorder(lab)))
 
         inbox = await lab.inbox(reached=reached)

@@ -247,12 +247,12 @@ class DispatchContract:
     @pytest.mark.parametrize("shared", [False, True], ids=["stream", "shared"])
     async def test_a_dead_letter_holds_its_lane_until_a_person_says_so(self, lab: Lab, shared: bool) -> None:
         inbox, handler = await lab.inbox(), Failing(lab, "a1", error=Reject("bad"))
-        lane = {"lane": "x"} if shared else {}
-        await inbox.accept([at(lab, "a1"), at(lab, "a2")], **lane)
+        lane = "x" if shared else None
+        await inbox.accept([at(lab, "a1"), at(lab, "a2")], lane=lane)
         await inbox.accept(at(lab, "b1"))
         await drain(inbox, handler)
         assert sorted(handler.runs) == ["a1", "b1"]
-        await inbox.accept(at(lab, "a3"), **lane)
+        await inbox.accept(at(lab, "a3"), lane=lane)
         assert await drain(inbox, handler) == [], "a new message does not open a blocked lane"
         await lab.let_time_pass()
         assert await drain(inbox, handler) == []
@@ -279,7 +279,7 @@ class DispatchContract:
     @pytest.mark.parametrize("shared", [False, True], ids=["stream", "shared"])
     async def test_a_replayed_dead_letter_is_back_at_its_place(self, lab: Lab, shared: bool) -> None:
         inbox, handler = await lab.inbox(retry=SOON), Failing(lab, "a1")
-        await inbox.accept([at(lab, "a1"), at(lab, "a2")], **({"lane": "x"} if shared else {}))
+        await inbox.accept([at(lab, "a1"), at(lab, "a2")], lane="x" if shared else None)
         assert [outcome.kind for outcome in await drain(inbox, handler)][-1] is Kind.DEAD
         assert (await inbox.replay(at(lab, "a1"))).kind is Kind.ACCEPTED
         record = await record_of(inbox, at(lab, "a1"))

@@ -37,7 +37,8 @@ class FleetContract:
         assert sorted(handler.runs) == ["m1", "m2"]
 
     @pytest.mark.parametrize(
-        "point", ["after claim_lanes", "after take_lanes", "effect", "before commit", "after commit"]
+        "point",
+        ["after claim_lanes", "after take_lanes", "effect", "before close_and_commit", "after close_and_commit"],
     )
     async def test_a_worker_that_dies_anywhere_loses_and_doubles_nothing(self, lab: Lab, point: str) -> None:
         inbox, handler = await lab.inbox(retry=SOON), Recorder(lab)

@@ -52,7 +52,7 @@ class IterateContract:
         await inbox.accept(lab.message("m"))
         async for _work in inbox:
             break
-        works = inbox.works()
+        works: Any = inbox.works()
         await anext(aiter(works))
         await works.aclose()
         record = await record_of(inbox, lab.message("m"))

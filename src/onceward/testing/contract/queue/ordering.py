@@ -294,7 +294,7 @@ class OrderContract:
 
     async def test_a_stream_stays_in_its_share(self, lab: Lab) -> None:
         """A stable hash: the same in every process and for every message to come."""
-        inbox, homes = await lab.inbox(), {}
+        inbox, homes = await lab.inbox(), dict[str, int]()
         for position in (1, 2):
             for name in ("orders/1", "orders/2", "orders/3"):
                 message = lab.message(stream=name, position=position)

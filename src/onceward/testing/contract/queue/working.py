@@ -67,7 +67,7 @@ class WorkContract:
         async with inbox.worker(handler) as worker:
             await inbox.accept(lab.message())
             await handler.all()
-            await _maybe(worker.stop())
+            worker.stop()
         assert len(await lab.effects()) == 1
 
     async def test_workers_with_registered_handlers(self, lab: Lab) -> None:
@@ -435,8 +435,3 @@ async def _is_idle(inbox: Any) -> None:
     for _ in range(5):
         await asyncio.sleep(0.02)
         await inbox.health()
-
-
-async def _maybe(value: Any) -> None:
-    if asyncio.iscoroutine(value) or asyncio.isfuture(value):
-        await value
