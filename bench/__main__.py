@@ -19,6 +19,7 @@ from bench import (
     dispatch,
     duplicates,
     embedded,
+    embedded_queue,
     events,
     growth,
     latency,
@@ -43,8 +44,9 @@ QUESTIONS: dict[str, Question] = {
     "dispatch": dispatch.stages,
     "latency": latency.stages,
     "growth": growth.stages,
+    "stored-sqlite": embedded_queue.stages,
 }
-WITHOUT_POSTGRES = {"sqlite", "events"}
+WITHOUT_POSTGRES = {"sqlite", "events", "stored-sqlite"}
 
 EXAMPLES = """examples:
   make bench                                     all questions, about six minutes

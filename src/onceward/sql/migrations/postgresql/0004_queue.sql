@@ -79,13 +79,15 @@ CREATE TABLE onceward_counters (
 );
 
 -- How the functions below are planned. A worker's session keeps their plans for as long as it lives, and makes them
--- when the tables may be empty; so a plan must be right whatever is in the tables later. Therefore: one plan, and not a
--- new one for each call (plan_cache_mode); no table is read from end to end where there is another way (enable_seqscan),
--- nor all that an index has on something before the first of it is used (enable_bitmapscan); where there is no other way,
--- its price is not a reason to compile the plan (jit); and a row is looked up by `key = ANY (array)`,
--- by `key = ANY (ARRAY[line.key])` where it is joined, or in a subquery that ends in LIMIT. An equals sign in a join, or a
--- condition that a partial index promises, would allow to read a whole index and to join the other way round, which looks
--- cheap while the table is small.
+-- when the tables may be empty; so a plan must be right whatever is in the tables later. Therefore:
+-- * One plan, and not a new one for each call (plan_cache_mode).
+-- * No table is read from end to end where there is another way (enable_seqscan), nor all that an index has on something
+--   before the first of it is used (enable_bitmapscan). Where there is no other way, its price must not make PostgreSQL
+--   compile the plan (jit).
+-- * A row is looked up by `key = ANY (array)`, by `key = ANY (ARRAY[line.key])` where it is joined, or in a subquery
+--   that ends in LIMIT. An equals sign in a join would allow to read a whole index and to join the other way round, and
+--   so would a condition that a partial index promises, unless it is hidden (coalesce): while a table is small, that
+--   looks cheap.
 
 CREATE FUNCTION onceward_position_lock(consumer text, tenant text, stream text, "position" bigint) RETURNS bigint
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
@@ -379,7 +381,7 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
                         FROM (SELECT ARRAY[coalesce(p."position", 9223372036854775807), p.seq] AS place, p.aside
                               FROM onceward_pending p WHERE p.lane = l.lane AND p.track = h.track
                               ORDER BY p."position", p.seq LIMIT h.nth) of_track) lowest ON h.track IS NOT NULL
-                    LEFT JOIN onceward_pending t ON t.seq = lowest.nth[2] AND lowest.aside IS NULL
+                    LEFT JOIN onceward_pending t ON t.seq = ANY (ARRAY[lowest.nth[2]]) AND lowest.aside IS NULL
                     WHERE lowest.aside IS NULL
                        OR lowest.aside < ARRAY[coalesce(h."position", 9223372036854775807), h.seq]) q ON true
                 ORDER BY l.place, q.place) h;
@@ -497,7 +499,7 @@ CREATE FUNCTION onceward_close(
             UPDATE onceward_pending SET aside = false
             WHERE seq = ANY (ARRAY (
                 SELECT seq FROM onceward_pending
-                WHERE aside AND seq = ANY (ARRAY (
+                WHERE coalesce(aside, false) AND seq = ANY (ARRAY (
                     SELECT (SELECT p.seq FROM onceward_pending p WHERE p.lane = t.lane AND p.track = t.track
                             ORDER BY p."position", p.seq LIMIT 1)
                     FROM json_to_recordset(tracks) AS t(lane uuid, track text)))
@@ -632,13 +634,14 @@ CREATE FUNCTION onceward_wake(of_consumer text, of_tenant text, of_stream text, 
         held := ARRAY (
             SELECT seq FROM onceward_waits w
             WHERE consumer = of_consumer AND tenant = of_tenant AND stream = of_stream AND "position" = at
-              AND NOT EXISTS (SELECT FROM onceward_lanes l WHERE l.lane = w.lane AND l.state IN ('waiting', 'later'))
+              AND coalesce((SELECT l.state FROM onceward_lanes l WHERE l.lane = w.lane LIMIT 1), '')
+                  NOT IN ('waiting', 'later')
             FOR UPDATE OF w SKIP LOCKED);
         IF cardinality(held) < waiting THEN
             INSERT INTO onceward_arrivals VALUES (of_consumer, of_tenant, of_stream, at);
         END IF;
         DELETE FROM onceward_waits WHERE seq = ANY (held);
-        UPDATE onceward_pending SET aside = false WHERE seq = ANY (held) AND aside;
+        UPDATE onceward_pending SET aside = false WHERE seq = ANY (held) AND coalesce(aside, false);
         RETURN woken;
     END $$;
 
