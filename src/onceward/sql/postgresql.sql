@@ -379,9 +379,7 @@ WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[]) AND owner = :owner
 ORDER BY lane FOR NO KEY UPDATE
 
 -- name: queue_open
-SELECT FROM onceward_lanes
-WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[]) AND owner = :owner::text
-ORDER BY lane FOR NO KEY UPDATE; SAVEPOINT onceward_turn
+SELECT onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[]); SAVEPOINT onceward_turn
 
 -- name: queue_close_at_commit
 SELECT (onceward_close(
