@@ -322,12 +322,24 @@ async def pending(world: World, found: Situations, numbers: Iterable[int]) -> No
             await found.measure(f"{number:,} pending", place)
 
 
+async def remains(world: World, found: Situations, numbers: Iterable[int]) -> None:
+    """Rows that are gone stay in tables and indexes until VACUUM, which does not come here."""
+    found.begin()
+    async with ground(world.postgres_dsn, found.number(10_000)) as place:
+        gone = 0
+        for number in numbers:
+            await through(place.dsn, number - gone)
+            gone = number
+            await found.measure(f"{number:,} done since VACUUM", place)
+
+
 async def grown(world: World) -> AsyncGenerator[Facts, None]:
     found = Situations(world)
     await processed(world, found, map(found.number, (10_000, 100_000, 1_000_000, 5_000_000)))
     await blocked_beside(world, found, map(found.number, (0, 1_000, 10_000, 100_000)))
     await blocked_ahead(world, found, map(found.number, (0, 1_000, 10_000, 100_000)))
     await pending(world, found, map(found.number, (0, 1_000_000)))
+    await remains(world, found, map(found.number, (0, 10_000, 100_000)))
     yield Facts(
         question="growth",
         title="PostgreSQL, what one message costs when there is more in the tables",
@@ -436,6 +448,8 @@ def _mb(size: int) -> str:
 
 async def through(dsn: str, number: int) -> None:
     """So many messages, in and out again, with a short queue in between."""
+    if not number:
+        return
     room = asyncio.Semaphore(5)
 
     async def bulk(tally: Tally, stop: asyncio.Event) -> None:
@@ -454,9 +468,9 @@ async def through(dsn: str, number: int) -> None:
 
     async def accept() -> None:
         async with opened(dsn) as inbox:
-            for _ in range(0, number, GROUP):
+            for start in range(0, number, GROUP):
                 await room.acquire()
-                await inbox.accept(new_messages(min(GROUP, number)))
+                await inbox.accept(new_messages(min(GROUP, number - start)))
 
     tally = Tally(number, write=False)
     accepting = asyncio.ensure_future(accept())

@@ -363,11 +363,13 @@ SELECT place, how, known_hash
 FROM onceward_accept(:consumer::text, :host::text, :lines::text::json, :lanes::text::json)
 
 -- name: queue_claim
-SELECT uuid_send(lane) AS lane, claims FROM onceward_claim(:consumer::text, :owner::text, :most::int, :lease::float8)
+SELECT uuid_send(lane) AS lane, claims, first_due
+FROM onceward_claim(:consumer::text, :owner::text, :most::int, :lease::float8, :since::timestamptz)
 
 -- name: queue_claim_share
-SELECT uuid_send(lane) AS lane, claims
-FROM onceward_claim(:consumer::text, :owner::text, :most::int, :lease::float8, :shares::bigint, :number::bigint)
+SELECT uuid_send(lane) AS lane, claims, first_due
+FROM onceward_claim(
+    :consumer::text, :owner::text, :most::int, :lease::float8, :since::timestamptz, :shares::bigint, :number::bigint)
 
 -- name: queue_take
 SELECT uuid_send(held) AS lane_id, t.* FROM onceward_take(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from datetime import datetime
+from time import monotonic
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -31,11 +33,35 @@ def accept(dialect: Dialect, lines: Sequence[QueueLine], consumer: str, host: st
     ]
 
 
+class Mark:
+    """Where the last claim found something, and when the last one looked from the beginning. See onceward_claim."""
+
+    __slots__ = ("looked", "since")
+
+    def __init__(self) -> None:
+        self.since: datetime | None = None
+        self.looked = 0.0
+
+
+Marks: TypeAlias = dict[tuple[str, Share | None], Mark]
+
+LOOK_BACK = 1.0
+"""Seconds between two claims that look from the beginning."""
+
+
 def claim_lanes(
-    dialect: Dialect, consumer: str, owner: str, *, most: int, lease: float, share: Share | None
+    dialect: Dialect, consumer: str, owner: str, *, most: int, lease: float, share: Share | None, marks: Marks
 ) -> Plan[list[LaneClaim]]:
+    mark = marks.setdefault((consumer, share), Mark())
+    since = mark.since if monotonic() < mark.looked + LOOK_BACK else None
     params = {"consumer": consumer, "owner": owner, "most": most, "lease": float(lease)}
-    result = yield _shared(dialect, "queue_claim", params, share)
+    result = yield _shared(dialect, "queue_claim", {**params, "since": since}, share)
+    if not result.rows and since is not None:
+        since = None
+        result = yield _shared(dialect, "queue_claim", {**params, "since": None}, share)
+    if since is None:
+        mark.looked = monotonic()
+    mark.since = result.rows[0]["first_due"] if result.rows else None
     return [LaneClaim(bytes(row["lane"]), row["claims"]) for row in result.rows]
 
 

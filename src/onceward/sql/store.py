@@ -358,7 +358,8 @@ class SqlUnit(Generic[Tx]):
     async def claim_lanes(
         self, consumer: str, owner: str, *, most: int, lease: float, share: Share | None = None
     ) -> list[LaneClaim]:
-        plan = self._queue.claim_lanes(self._dialect, consumer, owner, most=most, lease=lease, share=share)
+        marks = {"marks": self._driver.marks} if self._dialect.sets else {}  # type: ignore[attr-defined]
+        plan = self._queue.claim_lanes(self._dialect, consumer, owner, most=most, lease=lease, share=share, **marks)
         return await self._at_once(plan)
 
     async def take_lanes(

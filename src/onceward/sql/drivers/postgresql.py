@@ -397,6 +397,8 @@ class PostgresDriver(ABC, Generic[Tx]):
         self.schema = schema
         self.dialect = dialect.postgresql(schema)
         self.watch = watch
+        self.marks: dict[Any, Any] = {}
+        """Where claims of the queue begin to look."""
         self._given = given
         self._pool: Any = None
 

@@ -244,9 +244,14 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
 
 -- Own up to so many lanes that are due, the longest due first. Nothing is lost if a server that crashes forgets a claim:
 -- so it does not wait for the disk.
+--
+-- A lane that has ended stays in the index until VACUUM, and at its beginning, where everybody looks. So whoever has
+-- claimed something before begins with the time that it found there (`since`), and looks from the beginning only now
+-- and then, and when there is nothing: for lanes that were committed late.
 CREATE FUNCTION onceward_claim(
-        of_consumer text, by_owner text, most integer, lease float8, shares bigint DEFAULT 1, number bigint DEFAULT 0)
-    RETURNS TABLE (lane uuid, claims integer)
+        of_consumer text, by_owner text, most integer, lease float8, since timestamptz, shares bigint DEFAULT 1,
+        number bigint DEFAULT 0)
+    RETURNS TABLE (lane uuid, claims integer, first_due timestamptz)
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
@@ -257,12 +262,14 @@ CREATE FUNCTION onceward_claim(
     #variable_conflict use_column
     DECLARE
         due uuid[];
+        first timestamptz;
     BEGIN
-        due := ARRAY (
-            SELECT lane FROM onceward_lanes
-            WHERE consumer = of_consumer AND run_at <= now() AND share % shares = number
-            ORDER BY run_at LIMIT most FOR NO KEY UPDATE SKIP LOCKED);
-        IF cardinality(due) = 0 THEN
+        SELECT array_agg(lane), min(run_at) INTO due, first FROM (
+            SELECT lane, run_at FROM onceward_lanes
+            WHERE consumer = of_consumer AND run_at >= coalesce(since, '-infinity') AND run_at <= now()
+              AND share % shares = number
+            ORDER BY run_at LIMIT most FOR NO KEY UPDATE SKIP LOCKED) due;
+        IF due IS NULL THEN
             RETURN;
         END IF;
         PERFORM set_config('synchronous_commit', 'off', true);
@@ -271,7 +278,7 @@ CREATE FUNCTION onceward_claim(
         SET owner = by_owner, claims = l.claims + 1, state = 'running',
             run_at = clock_timestamp() + lease * interval '1 second'
         WHERE l.lane = ANY (due)
-        RETURNING l.lane, l.claims;
+        RETURNING l.lane, l.claims, first;
     END $$;
 
 -- The first position in `depends_on` that is not processed, and the state of the record there.
