@@ -13,7 +13,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import accept, batches, dispatch, duplicates, embedded, events, growth, latency, peers, postgres, report, single
+from bench import (
+    accept,
+    batches,
+    dispatch,
+    duplicates,
+    embedded,
+    embedded_queue,
+    events,
+    growth,
+    latency,
+    peers,
+    postgres,
+    report,
+    single,
+)
 from bench.questions import Facts, Question, World
 from bench.report import Report
 from bench.rounds import Measured, Plan, Stage, WorkNotDone, measure, slices_of
@@ -30,8 +44,9 @@ QUESTIONS: dict[str, Question] = {
     "dispatch": dispatch.stages,
     "latency": latency.stages,
     "growth": growth.stages,
+    "stored-sqlite": embedded_queue.stages,
 }
-WITHOUT_POSTGRES = {"sqlite", "events"}
+WITHOUT_POSTGRES = {"sqlite", "events", "stored-sqlite"}
 
 EXAMPLES = """examples:
   make bench                                     all questions, about six minutes

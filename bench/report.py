@@ -20,7 +20,17 @@ from rich.table import Table
 from bench.questions import Facts
 from bench.rounds import Figure, Measured
 
-PACKAGES = ("onceward", "msgspec", "asyncpg", "psycopg", "sqlalchemy", "sagaz", "exactly-once")
+PACKAGES = (
+    "onceward",
+    "msgspec",
+    "asyncpg",
+    "psycopg",
+    "sqlalchemy",
+    "sagaz",
+    "exactly-once",
+    "ascetic-ddd",
+    "pgqueuer",
+)
 
 
 class Report(msgspec.Struct, frozen=True):

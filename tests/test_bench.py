@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from bench import __main__ as bench
-from bench import batches, duplicates, events, peers, single
+from bench import accept, batches, dispatch, duplicates, embedded_queue, events, growth, latency, peers, single
 from bench.handwritten import claim_of, identity_of
 from bench.messages import CONSUMER, new_messages
 from bench.questions import World
+from bench.queues import onceward_
 from bench.rounds import Figure, Plan, Slice, Stage, Variant, WorkNotDone, figure, in_turn, measure
+from bench.stored import yard
 from onceward import Inbox
 from onceward.identity import digest
 
@@ -29,7 +31,10 @@ async def measured(question: Any, world: World) -> dict[str, Figure]:
 
 @pytest.fixture
 def world(postgres_server: str, tmp_path: Path) -> World:
-    return World(postgres_dsn=postgres_server, folder=tmp_path, known=200, pairs=3, calls=10, rounds=1)
+    return World(
+        postgres_dsn=postgres_server, folder=tmp_path, known=200, pairs=3, calls=10, rounds=1, bulk=150, lasting=0.1,
+        full=False,
+    )  # fmt: skip
 
 
 async def test_one_message_at_a_time_on_postgresql_does_the_work(world: World):
@@ -58,6 +63,71 @@ async def test_peers_are_judged_by_the_same_deliveries(world: World):
     rows = {row[0]: row[1:] for row in facts.rows}
     assert rows["onceward"] == ("0", "0", "0", "0")
     assert len(rows) == 5
+
+
+async def test_all_queues_keep_what_they_accept(world: World):
+    figures = await measured(accept.stages, world)
+    assert {"by hand x1", "onceward x16", "onceward, streams x1", "by hand, COPY x1"} <= set(figures)
+    assert "by hand" in figures["onceward x16"].ratios
+
+
+async def test_all_queues_work_on_what_they_have(world: World):
+    async def stages(world: World) -> Any:
+        async with yard(world.postgres_dsn) as place:
+            for part in (dispatch.single(place, 2, write=True), dispatch.loops(place, write=False)):
+                async for stage in part:
+                    yield stage
+
+    figures = await measured(stages, world)
+    assert {"by hand x2", "onceward x2", "onceward, batch=1 x1", "onceward, streams x1", "onceward, bulk x1"} <= set(
+        figures
+    )
+    assert "by hand" in figures["onceward, bulk x1"].ratios
+
+
+async def test_a_queue_is_judged_by_what_its_handlers_saw(world: World):
+    async with yard(world.postgres_dsn) as place:
+        assert await dispatch.judged(onceward_, place, 5) == ("onceward", "0", "0", "0", "0")
+
+
+@pytest.mark.slow
+async def test_queues_are_judged_by_the_same_messages(world: World):
+    *_, facts = [stage async for stage in dispatch.stages(world)]
+    assert facts.rows[0] == ("onceward", "0", "0", "0", "0")
+    assert len(facts.rows) == 3
+
+
+@pytest.mark.slow
+async def test_the_time_until_a_message_is_handled_is_measured(world: World):
+    (facts,) = [one async for one in latency.stages(world)]
+    assert [row[0] for row in facts.rows][:2] == ["onceward, one inbox", "onceward"]
+    assert facts.rows[0][-1] == "5"
+
+
+async def test_a_message_is_no_more_work_when_others_are_blocked_ahead_of_it(world: World):
+    found = growth.Situations(world)
+    await growth.blocked_ahead(world, found, (0, 200))
+    work = {row[0]: (float(row[6]), float(row[-1])) for row in found.rows}
+    assert all(of_the_first <= 1.1 for pair in work.values() for of_the_first in pair), found.rows
+
+
+async def test_a_message_is_no_more_work_when_more_is_in_the_tables(world: World):
+    found = growth.Situations(world)
+    await growth.pending(world, found, (0, 2_000))
+    work = {row[0]: (float(row[6]), float(row[-1])) for row in found.rows}
+    assert all(of_the_first <= 1.1 for pair in work.values() for of_the_first in pair), found.rows
+
+
+@pytest.mark.slow
+async def test_growth_is_measured_by_work_done(world: World):
+    grown, *_others, bloat = [facts async for facts in growth.stages(world)]
+    assert len(grown.rows) == 14
+    assert len(bloat.rows) == 3
+
+
+async def test_the_queues_on_sqlite_do_the_work(world: World):
+    figures = await measured(embedded_queue.stages, world)
+    assert {"by hand x16", "onceward x16", "onceward, bulk x1"} <= set(figures)
 
 
 async def test_sqlite_does_the_work_and_writes_its_figures_as_json(tmp_path: Path):

@@ -585,7 +585,7 @@ class QueueUnits:
                 await unit.rollback()
                 assert await unit.fail(draft, Failure("E", "no"), State.FAILED, None) is None
                 assert await unit.bury(draft, Failure("E", "no"), over=(State.RUNNING, State.FAILED)) is None
-                assert await queue.find("o-1") == before
+            assert await queue.find("o-1") == before
         async with queue.unit() as unit:
             await unit.unmark(draft)
         assert (await queue.find("o-1")).state is State.FAILED

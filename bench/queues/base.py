@@ -23,7 +23,8 @@ class Tally:
 
     def __init__(self, number: int, *, write: bool) -> None:
         self.all_done = asyncio.Event()
-        self._left = number
+        self.done = 0
+        self._number = number
         self._write = write
 
     async def work(self, _message: Message[Any]) -> bool:
@@ -31,8 +32,8 @@ class Tally:
         return self._write
 
     def count(self, number: int = 1) -> None:
-        self._left -= number
-        if self._left <= 0:
+        self.done += number
+        if self.done >= self._number:
             self.all_done.set()
 
 

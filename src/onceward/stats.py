@@ -30,7 +30,7 @@ class LaneStats(msgspec.Struct, frozen=True):
 class QueueStats(msgspec.Struct, frozen=True):
     """A consumer's queue. Counts of messages, and of lanes by state.
 
-    Cheap, because nothing is counted beyond 10 000: up to there all of it is exact. With `exact=False` the number of
+    Cheap, because nothing is counted beyond 5000: up to there all of it is exact. With `exact=False` the number of
     pending messages is the database's estimate, for all consumers, and the other counts are at least what they say.
     """
 

@@ -252,7 +252,7 @@ _index(LANES, "due", "consumer", "run_at", where="run_at IS NOT NULL")
 _index(PENDING, "next", "lane", "rank", "seq", where="NOT aside")
 _index(PENDING, "aside", "lane", where="aside")
 _index(PENDING, "track", "lane", "track", "position", "seq", where="track IS NOT NULL")
-_index(WAITS, "position", "consumer", "tenant", "stream", "position")
+_index(WAITS, "position", "stream", "position", "tenant", "consumer")
 _index(WAITS, "deadline", "consumer", "deadline", where="deadline IS NOT NULL")
 
 TABLES = frozenset(_Base.metadata.tables)

@@ -379,9 +379,7 @@ WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[]) AND owner = :owner
 ORDER BY lane FOR NO KEY UPDATE
 
 -- name: queue_open
-SELECT FROM onceward_lanes
-WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[]) AND owner = :owner::text
-ORDER BY lane FOR NO KEY UPDATE; SAVEPOINT onceward_turn
+SELECT onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[]); SAVEPOINT onceward_turn
 
 -- name: queue_close_at_commit
 SELECT (onceward_close(
@@ -447,63 +445,17 @@ SELECT txid_status(:xid::bigint) AS status
 -- name: queue_call
 SELECT set_config('synchronous_commit', 'off', true), pg_notify(:channel::text, '')
 
--- Counts end at :most, so that a long queue costs no more than a short one.
 -- name: queue_stats_lanes
-SELECT state, count(*) AS lanes, min(run_at) AS next_at
-FROM (
-    SELECT * FROM (SELECT state, run_at FROM onceward_lanes
-                   WHERE consumer = :consumer::text AND run_at IS NOT NULL ORDER BY run_at LIMIT :most::int) due
-    UNION ALL
-    SELECT * FROM (SELECT state, run_at FROM onceward_lanes
-                   WHERE consumer = :consumer::text AND run_at IS NULL LIMIT :most::int) asleep) l
-GROUP BY state
+SELECT * FROM onceward_count_lanes(:consumer::text, :most::int)
+
+-- name: queue_stats_pending
+SELECT * FROM onceward_count_pending(:consumer::text, :most::int)
 
 -- name: queue_stats_messages
-SELECT
-    (SELECT count(*) FROM (
-        SELECT 1 FROM onceward_lanes l JOIN onceward_pending p ON p.lane = l.lane
-        WHERE l.consumer = :consumer::text AND NOT p.aside LIMIT :most::int) few)
-    + (SELECT count(*) FROM (
-        SELECT 1 FROM onceward_lanes l JOIN onceward_pending p ON p.lane = l.lane
-        WHERE l.consumer = :consumer::text AND p.aside LIMIT :most::int) few) AS pending,
-    (SELECT count(*) FROM (
-        SELECT 1 FROM onceward_records WHERE consumer = :consumer::text AND state <> 'processed' AND state = 'dead'
-          AND received_position IS NOT NULL LIMIT :most::int) few) AS dead,
-    (SELECT received_at FROM onceward_records WHERE consumer = :consumer::text AND state <> 'processed' AND state = 'accepted'
-     ORDER BY received_at LIMIT 1) AS accepted,
-    (SELECT received_at FROM onceward_records WHERE consumer = :consumer::text AND state <> 'processed' AND state = 'failed'
-       AND received_position IS NOT NULL ORDER BY received_at LIMIT 1) AS failed,
-    (SELECT received_at FROM onceward_records WHERE consumer = :consumer::text AND state <> 'processed' AND state = 'running'
-       AND received_position IS NOT NULL ORDER BY received_at LIMIT 1) AS running
+SELECT * FROM onceward_count_messages(:consumer::text, :most::int)
 
--- What is known of some lanes that do not go on by themselves: those that wait for a person first, then the oldest.
 -- name: queue_stats_worst
-SELECT
-    c.tenant, c.name, c.state, c.run_at,
-    (SELECT count(*) FROM (SELECT 1 FROM onceward_pending p
-                           WHERE p.lane = c.lane AND NOT p.aside LIMIT 1000) few)
-    + (SELECT count(*) FROM (SELECT 1 FROM onceward_pending p
-                             WHERE p.lane = c.lane AND p.aside LIMIT 1000) few) AS pending,
-    coalesce((SELECT r.received_at FROM onceward_pending p JOIN onceward_records r ON r.identity = p.identity
-              WHERE p.seq = c.first), dead.received_at) AS oldest,
-    dead.message_id AS dead_letter, w.stream, w.position
-FROM (
-    SELECT l.*,
-        coalesce(
-            (SELECT p.seq FROM onceward_pending p JOIN onceward_waits w ON w.seq = p.seq
-             WHERE p.lane = l.lane AND p.aside LIMIT 1),
-            (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside
-             ORDER BY p.rank, p.seq LIMIT 1)) AS first
-    FROM (
-        SELECT * FROM (SELECT * FROM onceward_lanes
-                       WHERE consumer = :consumer::text AND run_at IS NULL LIMIT 1000) asleep
-        UNION ALL
-        SELECT * FROM (SELECT * FROM onceward_lanes
-                       WHERE consumer = :consumer::text AND run_at IS NOT NULL ORDER BY run_at LIMIT 1000) due
-        WHERE state = 'retrying') l) c
-LEFT JOIN onceward_records dead ON dead.identity = c.blocker
-LEFT JOIN onceward_waits w ON w.seq = c.first
-ORDER BY c.state <> 'blocked', c.first LIMIT :worst::int
+SELECT * FROM onceward_worst_lanes(:consumer::text, :worst::int)
 
 -- Of all consumers, as of the last ANALYZE.
 -- name: queue_stats_estimate

@@ -11,19 +11,16 @@ from onceward.sql.plan import Plan
 from onceward.sql.verbs import moment_of
 from onceward.stats import LaneStats, QueueStats
 
-MOST = 10_000
+MOST = 5000
 
 
 def queue_stats(dialect: Dialect, consumer: str, worst: int) -> Plan[QueueStats]:
     params = {"consumer": consumer, "most": MOST}
     by_state = yield dialect("queue_stats_lanes", params)
     lanes = {row["state"]: row["lanes"] for row in by_state.rows}
+    pending = yield from _pending(dialect, params, sum(lanes.values()))
     found = yield dialect("queue_stats_messages", params)
     messages = found.rows[0]
-    pending: int = messages["pending"]
-    if pending >= MOST:
-        estimate = yield dialect("queue_stats_estimate")
-        pending = max(pending, estimate.rows[0]["pending"])
     worst_of = yield dialect("queue_stats_worst", {"consumer": consumer, "worst": worst})
     return QueueStats(
         pending=pending,
@@ -32,9 +29,22 @@ def queue_stats(dialect: Dialect, consumer: str, worst: int) -> Plan[QueueStats]
         dead=messages["dead"],
         oldest_at=_first(messages["accepted"], messages["failed"], messages["running"]),
         next_try_at=_first(*(row["next_at"] for row in by_state.rows if row["state"] in ("retrying", "later"))),
-        exact=max(pending, *lanes.values(), messages["dead"]) < MOST if lanes else messages["dead"] < MOST,
+        exact=max(pending, messages["dead"]) < MOST,
         worst=tuple(_lane(row) for row in worst_of.rows),
     )
+
+
+def _pending(dialect: Dialect, params: Mapping[str, Any], lanes: int) -> Plan[int]:
+    """A lane has at least one message, nearly always: of many lanes they need not be counted."""
+    counted = lanes
+    if lanes < MOST:
+        result = yield dialect("queue_stats_pending", params)
+        counted = int(result.rows[0]["pending"])
+    if counted < MOST:
+        return counted
+    result = yield dialect("queue_stats_estimate")
+    estimate: int = result.rows[0]["pending"]
+    return max(counted, estimate)
 
 
 def _lane(row: Mapping[str, Any]) -> LaneStats:

@@ -467,14 +467,27 @@ FROM (
                    WHERE consumer = :consumer AND run_at IS NULL LIMIT :most) asleep) l
 GROUP BY state
 
--- name: queue_stats_messages
+-- name: queue_stats_pending
 SELECT
     (SELECT count(*) FROM (
-        SELECT 1 FROM onceward_lanes l JOIN onceward_pending p ON p.lane = l.lane
-        WHERE l.consumer = :consumer AND NOT p.aside LIMIT :most) few)
+        SELECT 1 FROM (
+            SELECT * FROM (SELECT lane FROM onceward_lanes
+                           WHERE consumer = :consumer AND run_at IS NOT NULL ORDER BY run_at LIMIT :most) due
+            UNION ALL
+            SELECT * FROM (SELECT lane FROM onceward_lanes
+                           WHERE consumer = :consumer AND run_at IS NULL LIMIT :most) asleep) l
+        CROSS JOIN onceward_pending p WHERE p.lane = l.lane AND NOT p.aside LIMIT :most) few)
     + (SELECT count(*) FROM (
-        SELECT 1 FROM onceward_lanes l JOIN onceward_pending p ON p.lane = l.lane
-        WHERE l.consumer = :consumer AND p.aside LIMIT :most) few) AS pending,
+        SELECT 1 FROM (
+            SELECT * FROM (SELECT lane FROM onceward_lanes
+                           WHERE consumer = :consumer AND run_at IS NOT NULL ORDER BY run_at LIMIT :most) due
+            UNION ALL
+            SELECT * FROM (SELECT lane FROM onceward_lanes
+                           WHERE consumer = :consumer AND run_at IS NULL LIMIT :most) asleep) l
+        CROSS JOIN onceward_pending p WHERE p.lane = l.lane AND p.aside LIMIT :most) few) AS pending
+
+-- name: queue_stats_messages
+SELECT
     (SELECT count(*) FROM (
         SELECT 1 FROM onceward_records WHERE consumer = :consumer AND state <> 'processed' AND state = 'dead'
           AND received_position IS NOT NULL LIMIT :most) few) AS dead,

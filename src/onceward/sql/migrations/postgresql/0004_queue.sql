@@ -51,7 +51,8 @@ CREATE TABLE onceward_waits (
     lane      uuid NOT NULL,
     deadline  timestamptz
 );
-CREATE INDEX onceward_waits_position ON onceward_waits (consumer, tenant, stream, position);
+-- Its first column is not the consumer: or a look for deadlines, which knows only that, might take this one.
+CREATE INDEX onceward_waits_position ON onceward_waits (stream, position, tenant, consumer);
 CREATE INDEX onceward_waits_deadline ON onceward_waits (consumer, deadline) WHERE deadline IS NOT NULL;
 
 -- Up to here a stream is done, although its records are gone.
@@ -78,12 +79,15 @@ CREATE TABLE onceward_counters (
 );
 
 -- How the functions below are planned. A worker's session keeps their plans for as long as it lives, and makes them
--- when the tables may be empty; so a plan must be right whatever is in the tables later. Therefore: one plan, and not a
--- new one for each call (plan_cache_mode); no table is read from end to end where there is another way (enable_seqscan);
--- where there is none, its price is not a reason to compile the plan (jit); and a row is looked up by `key = ANY (array)`,
--- by `key = ANY (ARRAY[line.key])` where it is joined, or in a subquery that ends in LIMIT. An equals sign in a join, or a
--- condition that a partial index promises, would allow to read a whole index and to join the other way round, which looks
--- cheap while the table is small.
+-- when the tables may be empty; so a plan must be right whatever is in the tables later. Therefore:
+-- * One plan, and not a new one for each call (plan_cache_mode).
+-- * No table is read from end to end where there is another way (enable_seqscan), nor all that an index has on something
+--   before the first of it is used (enable_bitmapscan). Where there is no other way, its price must not make PostgreSQL
+--   compile the plan (jit).
+-- * A row is looked up by `key = ANY (array)`, by `key = ANY (ARRAY[line.key])` where it is joined, or in a subquery
+--   that ends in LIMIT. An equals sign in a join would allow to read a whole index and to join the other way round, and
+--   so would a condition that a partial index promises, unless it is hidden (coalesce): while a table is small, that
+--   looks cheap.
 
 CREATE FUNCTION onceward_position_lock(consumer text, tenant text, stream text, "position" bigint) RETURNS bigint
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
@@ -106,6 +110,7 @@ CREATE FUNCTION onceward_touch(touched uuid[]) RETURNS integer
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET enable_bitmapscan = off
     SET plan_cache_mode = force_generic_plan
     SET jit = off
     AS $$
@@ -131,6 +136,7 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET enable_bitmapscan = off
     SET plan_cache_mode = force_generic_plan
     SET jit = off
     AS $$
@@ -244,6 +250,7 @@ CREATE FUNCTION onceward_claim(
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET enable_bitmapscan = off
     SET plan_cache_mode = force_generic_plan
     SET jit = off
     AS $$
@@ -273,6 +280,7 @@ CREATE FUNCTION onceward_unmet(of_consumer text, of_tenant text, depends_on json
     LANGUAGE plpgsql STABLE STRICT
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET enable_bitmapscan = off
     SET plan_cache_mode = force_generic_plan
     SET jit = off
     AS $$
@@ -287,6 +295,19 @@ CREATE FUNCTION onceward_unmet(of_consumer text, of_tenant text, depends_on json
              WITH ORDINALITY AS n(stream, "position", tenant, nth)
         WHERE NOT onceward_is_done(of_consumer, coalesce(n.tenant, of_tenant), n.stream, n."position")
         ORDER BY n.nth LIMIT 1;
+    END $$;
+
+-- Hold the lanes that are still ours, for those who say it together with BEGIN.
+CREATE FUNCTION onceward_open(by_owner text, claimed uuid[]) RETURNS void
+    LANGUAGE plpgsql
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET plan_cache_mode = force_generic_plan
+    SET jit = off
+    AS $$
+    BEGIN
+        PERFORM FROM onceward_lanes WHERE lane = ANY (claimed) AND owner = by_owner ORDER BY lane FOR NO KEY UPDATE;
     END $$;
 
 -- Begin a turn: hold the lanes that are still ours, then, in a statement of its own, read what they have. In one
@@ -304,6 +325,7 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET enable_bitmapscan = off
     SET enable_hashjoin = off
     SET enable_mergejoin = off
     SET plan_cache_mode = force_generic_plan
@@ -359,7 +381,7 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
                         FROM (SELECT ARRAY[coalesce(p."position", 9223372036854775807), p.seq] AS place, p.aside
                               FROM onceward_pending p WHERE p.lane = l.lane AND p.track = h.track
                               ORDER BY p."position", p.seq LIMIT h.nth) of_track) lowest ON h.track IS NOT NULL
-                    LEFT JOIN onceward_pending t ON t.seq = lowest.nth[2] AND lowest.aside IS NULL
+                    LEFT JOIN onceward_pending t ON t.seq = ANY (ARRAY[lowest.nth[2]]) AND lowest.aside IS NULL
                     WHERE lowest.aside IS NULL
                        OR lowest.aside < ARRAY[coalesce(h."position", 9223372036854775807), h.seq]) q ON true
                 ORDER BY l.place, q.place) h;
@@ -389,6 +411,7 @@ CREATE FUNCTION onceward_close(
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET enable_bitmapscan = off
     SET enable_hashjoin = off
     SET enable_mergejoin = off
     SET plan_cache_mode = force_generic_plan
@@ -476,7 +499,7 @@ CREATE FUNCTION onceward_close(
             UPDATE onceward_pending SET aside = false
             WHERE seq = ANY (ARRAY (
                 SELECT seq FROM onceward_pending
-                WHERE aside AND seq = ANY (ARRAY (
+                WHERE coalesce(aside, false) AND seq = ANY (ARRAY (
                     SELECT (SELECT p.seq FROM onceward_pending p WHERE p.lane = t.lane AND p.track = t.track
                             ORDER BY p."position", p.seq LIMIT 1)
                     FROM json_to_recordset(tracks) AS t(lane uuid, track text)))
@@ -561,6 +584,7 @@ CREATE FUNCTION onceward_settled() RETURNS trigger
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET enable_bitmapscan = off
     SET plan_cache_mode = force_generic_plan
     SET jit = off
     AS $$
@@ -587,6 +611,7 @@ CREATE FUNCTION onceward_wake(of_consumer text, of_tenant text, of_stream text, 
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET enable_bitmapscan = off
     SET plan_cache_mode = force_generic_plan
     SET jit = off
     AS $$
@@ -609,13 +634,14 @@ CREATE FUNCTION onceward_wake(of_consumer text, of_tenant text, of_stream text, 
         held := ARRAY (
             SELECT seq FROM onceward_waits w
             WHERE consumer = of_consumer AND tenant = of_tenant AND stream = of_stream AND "position" = at
-              AND NOT EXISTS (SELECT FROM onceward_lanes l WHERE l.lane = w.lane AND l.state IN ('waiting', 'later'))
+              AND coalesce((SELECT l.state FROM onceward_lanes l WHERE l.lane = w.lane LIMIT 1), '')
+                  NOT IN ('waiting', 'later')
             FOR UPDATE OF w SKIP LOCKED);
         IF cardinality(held) < waiting THEN
             INSERT INTO onceward_arrivals VALUES (of_consumer, of_tenant, of_stream, at);
         END IF;
         DELETE FROM onceward_waits WHERE seq = ANY (held);
-        UPDATE onceward_pending SET aside = false WHERE seq = ANY (held) AND aside;
+        UPDATE onceward_pending SET aside = false WHERE seq = ANY (held) AND coalesce(aside, false);
         RETURN woken;
     END $$;
 
@@ -625,11 +651,13 @@ CREATE FUNCTION onceward_overdue(of_consumer text) RETURNS integer
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET enable_bitmapscan = off
     SET plan_cache_mode = force_generic_plan
     SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
+        at timestamptz := clock_timestamp();   -- the index cannot be asked for a time that changes as it is read
         seqs bigint[];
         overdue uuid[];
         arrived record;
@@ -637,7 +665,7 @@ CREATE FUNCTION onceward_overdue(of_consumer text) RETURNS integer
     BEGIN
         WITH late AS (
             SELECT seq, lane FROM onceward_waits
-            WHERE consumer = of_consumer AND deadline <= clock_timestamp()
+            WHERE consumer = of_consumer AND deadline <= at
             ORDER BY deadline LIMIT 1000 FOR UPDATE SKIP LOCKED),
         ended AS (DELETE FROM onceward_waits w USING late WHERE w.seq = ANY (ARRAY[late.seq]))
         SELECT array_agg(seq), array_agg(DISTINCT lane), count(*) INTO seqs, overdue, woken FROM late;
@@ -664,6 +692,7 @@ CREATE FUNCTION onceward_requeue(dead uuid, lines json) RETURNS boolean
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET enable_bitmapscan = off
     SET plan_cache_mode = force_generic_plan
     SET jit = off
     AS $$
@@ -702,6 +731,7 @@ CREATE FUNCTION onceward_drop(dead uuid, from_lane uuid) RETURNS boolean
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
+    SET enable_bitmapscan = off
     SET plan_cache_mode = force_generic_plan
     SET jit = off
     AS $$
@@ -715,6 +745,120 @@ CREATE FUNCTION onceward_drop(dead uuid, from_lane uuid) RETURNS boolean
         WHERE lane = from_lane AND state = 'blocked' AND blocker = dead;
         RETURN true;
     END $$;
+
+-- The numbers of a queue. Counts end at `most`, and everything is read from indexes, so that a long queue costs no more
+-- than a short one.
+CREATE FUNCTION onceward_count_lanes(of_consumer text, most integer)
+    RETURNS TABLE (state text, lanes bigint, next_at timestamptz)
+    LANGUAGE sql STABLE
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET enable_hashjoin = off
+    SET enable_mergejoin = off
+    SET jit = off
+    AS $$
+        SELECT state, count(*) AS lanes, min(run_at) AS next_at
+        FROM (
+            SELECT * FROM (SELECT state, run_at FROM onceward_lanes
+                           WHERE consumer = $1 AND run_at IS NOT NULL ORDER BY run_at LIMIT $2) due
+            UNION ALL
+            SELECT * FROM (SELECT state, run_at FROM onceward_lanes
+                           WHERE consumer = $1 AND run_at IS NULL LIMIT $2) asleep) l
+        GROUP BY state
+    $$;
+
+CREATE FUNCTION onceward_count_pending(of_consumer text, most integer)
+    RETURNS TABLE (pending bigint)
+    LANGUAGE sql STABLE
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET enable_hashjoin = off
+    SET enable_mergejoin = off
+    SET jit = off
+    AS $$
+        SELECT
+            (SELECT count(*) FROM (
+                SELECT 1 FROM (
+                    SELECT * FROM (SELECT lane FROM onceward_lanes
+                                   WHERE consumer = $1 AND run_at IS NOT NULL ORDER BY run_at LIMIT $2) due
+                    UNION ALL
+                    SELECT * FROM (SELECT lane FROM onceward_lanes
+                                   WHERE consumer = $1 AND run_at IS NULL LIMIT $2) asleep) l
+                CROSS JOIN onceward_pending p WHERE p.lane = l.lane AND NOT p.aside LIMIT $2) few)
+            + (SELECT count(*) FROM (
+                SELECT 1 FROM (
+                    SELECT * FROM (SELECT lane FROM onceward_lanes
+                                   WHERE consumer = $1 AND run_at IS NOT NULL ORDER BY run_at LIMIT $2) due
+                    UNION ALL
+                    SELECT * FROM (SELECT lane FROM onceward_lanes
+                                   WHERE consumer = $1 AND run_at IS NULL LIMIT $2) asleep) l
+                CROSS JOIN onceward_pending p WHERE p.lane = l.lane AND p.aside LIMIT $2) few) AS pending
+    $$;
+
+CREATE FUNCTION onceward_count_messages(of_consumer text, most integer)
+    RETURNS TABLE (dead bigint, accepted timestamptz, failed timestamptz, running timestamptz)
+    LANGUAGE sql STABLE
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET enable_hashjoin = off
+    SET enable_mergejoin = off
+    SET jit = off
+    AS $$
+        SELECT
+            (SELECT count(*) FROM (
+                SELECT 1 FROM onceward_records WHERE consumer = $1 AND state <> 'processed' AND state = 'dead'
+                  AND received_position IS NOT NULL LIMIT $2) few) AS dead,
+            (SELECT received_at FROM onceward_records WHERE consumer = $1 AND state <> 'processed' AND state = 'accepted'
+             ORDER BY received_at LIMIT 1) AS accepted,
+            (SELECT received_at FROM onceward_records WHERE consumer = $1 AND state <> 'processed' AND state = 'failed'
+               AND received_position IS NOT NULL ORDER BY received_at LIMIT 1) AS failed,
+            (SELECT received_at FROM onceward_records WHERE consumer = $1 AND state <> 'processed' AND state = 'running'
+               AND received_position IS NOT NULL ORDER BY received_at LIMIT 1) AS running
+    $$;
+
+-- Some lanes that do not go on at once: those that wait for a person first, then the oldest.
+CREATE FUNCTION onceward_worst_lanes(of_consumer text, worst integer)
+    RETURNS TABLE (
+        tenant text, name text, state text, run_at timestamptz, pending bigint, oldest timestamptz, dead_letter text,
+        stream text, "position" bigint)
+    LANGUAGE sql STABLE
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET enable_hashjoin = off
+    SET enable_mergejoin = off
+    SET jit = off
+    AS $$
+        SELECT
+            c.tenant, c.name, c.state, c.run_at,
+            (SELECT count(*) FROM (SELECT 1 FROM onceward_pending p
+                                   WHERE p.lane = c.lane AND NOT p.aside LIMIT 1000) few)
+            + (SELECT count(*) FROM (SELECT 1 FROM onceward_pending p
+                                     WHERE p.lane = c.lane AND p.aside LIMIT 1000) few) AS pending,
+            coalesce((SELECT r.received_at FROM onceward_pending p JOIN onceward_records r ON r.identity = p.identity
+                      WHERE p.seq = c.first), dead.received_at) AS oldest,
+            dead.message_id AS dead_letter, w.stream, w.position
+        FROM (
+            SELECT l.*,
+                coalesce(
+                    (SELECT p.seq FROM onceward_pending p JOIN onceward_waits w ON w.seq = p.seq
+                     WHERE p.lane = l.lane AND p.aside LIMIT 1),
+                    (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside
+                     ORDER BY p.rank, p.seq LIMIT 1)) AS first
+            FROM (
+                SELECT * FROM (SELECT * FROM onceward_lanes
+                               WHERE consumer = $1 AND run_at IS NULL LIMIT 1000) asleep
+                UNION ALL
+                SELECT * FROM (SELECT * FROM onceward_lanes
+                               WHERE consumer = $1 AND run_at IS NOT NULL ORDER BY run_at LIMIT 1000) due
+                WHERE state = 'retrying') l) c
+        LEFT JOIN onceward_records dead ON dead.identity = c.blocker
+        LEFT JOIN onceward_waits w ON w.seq = c.first
+        ORDER BY c.state <> 'blocked', c.first LIMIT $2
+    $$;
 
 -- The functions find the tables where they are themselves, whatever the search path was here, or is in a handler.
 DO $$

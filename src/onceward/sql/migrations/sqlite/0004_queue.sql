@@ -53,7 +53,7 @@ CREATE TABLE onceward_waits (
     lane      BLOB NOT NULL,
     deadline  TEXT
 );
-CREATE INDEX onceward_waits_position ON onceward_waits (consumer, tenant, stream, position);
+CREATE INDEX onceward_waits_position ON onceward_waits (stream, position, tenant, consumer);
 CREATE INDEX onceward_waits_deadline ON onceward_waits (consumer, deadline) WHERE deadline IS NOT NULL;
 
 -- Up to here a stream is done, although its records are gone.
