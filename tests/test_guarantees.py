@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onceward.record import TRANSITIONS
-from onceward.testing import StoreContract
+from onceward.testing import QueueContract, StoreContract
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guarantees.md"

@@ -211,3 +211,19 @@ async def test_the_settings_on_the_page_work(postgres_server: str, ready_dsn: st
         lab = BouncedAsyncpgLab(ready_dsn, running.dsn(ready_dsn))
         async with lab.stack:
             assert (await (await lab.inbox()).process(lab.message(), Recorder(lab))).processed
+
+
+async def test_the_stored_inbox_works_by_polling(either_lab: BouncedLab) -> None:
+    """LISTEN does not reach through PgBouncer, so nobody listens."""
+    inbox, handler = await either_lab.inbox(), Recorder(either_lab)
+    assert not inbox.store.features.listens
+    messages = [either_lab.message(f"m{n}", stream=f"s{n % 3}", position=n // 3 + 1) for n in range(30)]
+    async with inbox.worker(handler, concurrency=3, poll_interval=0.05):
+        for start in range(0, 30, 10):
+            await inbox.accept(messages[start : start + 10])
+        async with asyncio.timeout(60):
+            while (await inbox.queue_stats()).lanes:
+                await asyncio.sleep(0.02)
+    assert sorted(handler.runs) == sorted(message.id for message in messages)
+    for stream in range(3):
+        assert [run for run in handler.runs if int(run[1:]) % 3 == stream] == [f"m{n}" for n in range(stream, 30, 3)]

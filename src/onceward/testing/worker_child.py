@@ -1,7 +1,8 @@
 """A worker of the queue in a process of its own, for tests: `python -m onceward.testing.worker_child`.
 
 The first line of its input is a job as JSON. It runs `inbox.run` until SIGTERM, and says what happens as JSON lines. A
-message in `hold` says that it is running and waits for another line of input; one in `die` kills the process. With
+message in `hold` says that it is running and waits for another line of input; one in `die` kills the process; one whose
+payload says `seconds` takes so long. With
 `kill_at` or `freeze_at` the process kills or stops itself at that crash point, once.
 """
 
@@ -90,6 +91,8 @@ async def work(job: WorkerJob, heard: asyncio.StreamReader) -> None:
             say(kind="running", id=message.id)
             if not await heard.readline():
                 os._exit(3)  # nobody is there any more
+        if isinstance(message.payload, dict) and "seconds" in message.payload:
+            await asyncio.sleep(message.payload["seconds"])
         if random.random() < job.after:  # noqa: S311
             await asyncio.sleep(random.random() * 0.02)  # noqa: S311
 

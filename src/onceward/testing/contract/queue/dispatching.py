@@ -15,7 +15,7 @@ import pytest
 
 import onceward
 from onceward import Kind, Message, Reject, RetryPolicy, State, TryLater
-from onceward.errors import NotDead, SecondConnection, StoreUnavailable
+from onceward.errors import HandlerNotFound, NotDead, SecondConnection, StoreUnavailable
 from onceward.testing.contract.base import needs
 from onceward.testing.contract.queue.base import LATER, SOON, TAKEOVER, Failing, at, drain, record_of, until
 from onceward.testing.lab import Gate, Lab, Recorder
@@ -241,6 +241,24 @@ class DispatchContract:
         outcomes = await drain(inbox)
         assert [outcome.kind for outcome in outcomes] == [Kind.DEAD]
         assert (await record_of(inbox, lab.message("m"))).state is State.DEAD
+
+    async def test_an_unhandled_type_can_be_ignored(self, lab: Lab) -> None:
+        inbox = await lab.inbox(unhandled="ignore")
+        await inbox.accept([at(lab, "a1"), at(lab, "a2")])
+        assert [outcome.kind for outcome in await drain(inbox)] == [Kind.IGNORED, Kind.IGNORED]
+        assert (await record_of(inbox, at(lab, "a1"))).state is State.PROCESSED
+        assert (await inbox.accept(at(lab, "a1"))).kind is Kind.DUPLICATE
+
+    async def test_an_unhandled_type_is_told_and_waits_for_a_version_that_has_a_handler(self, lab: Lab) -> None:
+        inbox = await lab.inbox()
+        await inbox.accept(at(lab, "a1"))
+        with pytest.raises(HandlerNotFound, match="order.paid"):
+            await inbox.dispatch()
+        assert await inbox.dispatch() is None, "no hot loop"
+        record = await record_of(inbox, at(lab, "a1"))
+        assert (record.state, record.attempts, record.started) == (State.ACCEPTED, 0, 0)
+        await lab.let_time_pass()
+        assert [outcome.kind for outcome in await drain(inbox, Recorder(lab))] == [Kind.PROCESSED]
 
     # --- dead letters in lanes ------------------------------------------------------------------------------
 
