@@ -179,6 +179,7 @@ class Turn:
         self._blocked: list[BlockedLine] = []
         self._behind: list[int] = []
         self._using: list[Handler] = []
+        self._handlers: dict[str, Handler | None] = {}
         self.leased: Slot | None = None
         """A message whose handler runs without a transaction: its lane stays ours."""
         self.full = False
@@ -318,16 +319,21 @@ class Turn:
         return True
 
     def _handler_of(self, slot: Slot) -> Handler | None:
-        if self._bulk is not None:
-            return self._bulk.of_one(self._settings.intake.router.find(slot.message.type))
-        return self._settings.intake.handler_for(slot.message, self._given)
+        """Looked up once for each type of message."""
+        type_ = slot.message.type
+        if type_ not in self._handlers:
+            if self._bulk is not None:
+                self._handlers[type_] = self._bulk.of_one(self._settings.intake.router.find(type_))
+            else:
+                self._handlers[type_] = self._settings.intake.handler_for(slot.message, self._given)
+        return self._handlers[type_]
 
     def _retry(self, slot: Slot) -> RetryPolicy:
         handler = slot.handler
         return (handler.retry if handler is not None else None) or self._settings.retry
 
     def _mark_of(self, slot: Slot) -> int:
-        return int(slot.queued.record.identity.digest == self._marked)
+        return int(self._marked is not None and slot.queued.record.identity.digest == self._marked)
 
     # --- handlers -------------------------------------------------------------------------------------------
 
