@@ -163,6 +163,10 @@ class BulkError(OncewardError):
         self.culprits = tuple(culprits)
 
 
+class HandlerCancelled(OncewardError):
+    """The handler raised CancelledError although nobody had cancelled it: what it waited for was. It is tried again."""
+
+
 class HandlerTimeout(OncewardError):
     """The handler took longer than its timeout=, and was cancelled. It is tried again."""
 

@@ -39,7 +39,7 @@ from onceward.retention import milliseconds
 from onceward.settle import Settler
 from onceward.shield import finish
 from onceward.store import Closing as Written
-from onceward.turn import Settings, Slot
+from onceward.turn import Settings, Slot, told_apart
 
 
 class Lease:
@@ -103,7 +103,7 @@ class Lease:
                 result=None if encoded is None else encoded.decode(),
                 duration_ms=slot.duration_ms or None,
                 keep_ms=None if handler is None else milliseconds(handler.retention),
-                started=slot.queued.record.started and 1,
+                started=slot.marked,
             )
             closing = Closing(self._owner, [LaneEnd(lane.hex())], [line])
             await unit.close_lanes(closing, consumer=intake.consumer, host=intake.host)
@@ -161,6 +161,7 @@ async def _failed(
     settler: Settler[Any], settings: Settings, owner: str, slot: Slot, *, lease: Lease, error: BaseException
 ) -> None:
     lane, intake, record = slot.queued.lane, settings.intake, slot.queued.record
+    error = told_apart(error)
     if isinstance(error, LeaseLost) or lease.lost:
         slot.outcome = Outcome(Kind.BUSY, error=error if isinstance(error, LeaseLost) else LeaseLost())
         return
@@ -172,8 +173,12 @@ async def _failed(
         async def give_back() -> None:
             with suppress(OncewardError):
                 async with settler.plain_unit() as unit:
+                    if slot.marked:
+                        await unit.unmark_start(record.identity)
                     await unit.release(owner, [lane])
 
+        if isinstance(error, SystemExit):
+            raise error  # as a crash: see Crew.step
         await finish(give_back())
         if not isinstance(error, Exception):
             raise error
@@ -182,7 +187,8 @@ async def _failed(
     if isinstance(error, TimeoutError) and slot.handler is not None and slot.handler.timeout is not None:
         error = HandlerTimeout(f"{slot.handler.name} did not end within {slot.handler.timeout:g} s")
     retry = (slot.handler.retry if slot.handler is not None else None) or settings.retry
-    dead = isinstance(error, (Reject, HandlerEndedTransaction)) or retry.exhausted(slot.attempts + record.started)
+    crashes = max(0, record.started - slot.marked)
+    dead = isinstance(error, (Reject, HandlerEndedTransaction)) or retry.exhausted(slot.attempts + crashes)
     delay = None
     if not dead:
         asked = error.delay if isinstance(error, TryLater) else None
@@ -200,7 +206,7 @@ async def _failed(
         delay=delay,
         dead=dead,
         duration_ms=slot.duration_ms,
-        started=record.started and 1,
+        started=slot.marked,
     )
 
     async def write() -> bool:

@@ -30,6 +30,7 @@ from onceward.errors import (
     DependencyCycle,
     DependencyDead,
     DependencyMissing,
+    HandlerCancelled,
     HandlerEndedTransaction,
     HandlerNotFound,
     HandlerTimeout,
@@ -122,6 +123,8 @@ class Slot(msgspec.Struct, eq=False):
     duration_ms: float = 0.0
     counted: bool = True
     """As an attempt."""
+    marked: int = 0
+    """1 where its start was marked by us, and its handler runs without a transaction."""
 
     @property
     def identity(self) -> str:
@@ -211,12 +214,33 @@ class Turn:
     # --- what may run ---------------------------------------------------------------------------------------
 
     async def _sort(self) -> list[Slot]:
-        runnable = []
+        """What is not plainly to be run is judged only as the first of its lane: before that nobody knows how what comes
+        before it ends. So it has to wait for the next turn, with all that is behind it."""
+        runnable: list[Slot] = []
+        begun: set[bytes] = set()
+        left: set[bytes] = set()
         for queued in self._taken.messages:
-            slot = Slot(queued, queued.record.message())
-            if not self._bars(slot) and await self._admits(slot):
+            slot, lane = Slot(queued, queued.record.message()), queued.lane
+            if lane in left or self._bars(slot):
+                continue
+            if lane in begun and not self._may_follow(slot):
+                left.add(lane)
+            elif await self._admits(slot):
                 runnable.append(slot)
+                begun.add(lane)
         return runnable
+
+    def _may_follow(self, slot: Slot) -> bool:
+        queued = slot.queued
+        if queued.behind or queued.waits > 0 or queued.unmet is not None or queued.record.started:
+            return False
+        try:
+            handler = self._handler_of(slot)
+        except HandlerNotFound:
+            return False
+        if handler is None or (handler.lease is not None and self._bulk is None):
+            return False
+        return handler.concurrency is None or handler in self._using
 
     def _bars(self, slot: Slot) -> bool:
         """Something before it in its lane, or in its track, has to come first."""
@@ -314,7 +338,7 @@ class Turn:
         if handler.lease is not None and self._bulk is None:
             self._stop(slot, Then.NEXT)  # one at a time: others may take the rest
             if self.leased is None:
-                self.leased = slot
+                self.leased, slot.marked = slot, self._mark_of(slot)
             return False
         return True
 
@@ -394,7 +418,7 @@ class Turn:
             raise HandlerTimeout(f"{handler.name} did not end within {handler.timeout:g} s") from error
 
     async def _failed(self, slot: Slot, error: BaseException, *, alone: bool) -> None:
-        unit = self._unit
+        unit, error = self._unit, told_apart(error)
         if not isinstance(error, Exception):
             raise error
         if unit.lost:
@@ -487,7 +511,7 @@ class Turn:
             self._slots.append(slot)
 
     async def _undo_part(self, part: list[Slot], error: BaseException) -> None:
-        unit = self._unit
+        unit, error = self._unit, told_apart(error)
         if not isinstance(error, Exception):
             raise error
         if unit.lost:
@@ -562,7 +586,7 @@ class Turn:
     async def _refused(self, error: Exception) -> None:
         """Nothing was written. Who is to blame is known only when one message ran."""
         await self._unit.rollback()
-        ran = [slot for slot in self._slots if slot.outcome is not None and slot.outcome.kind is Kind.PROCESSED]
+        ran = [slot for slot in self._slots if _ran(slot)]
         if len(ran) != 1 or len(self._slots) != 1 or self.leased is not None:
             raise Again from error
         (slot,) = ran
@@ -617,6 +641,16 @@ class _Written(Exception):
     """A signal within a turn: it is over."""
 
 
+def told_apart(error: BaseException) -> BaseException:
+    """A cancellation that nobody asked for is a failure of the handler: it waited for something that was cancelled."""
+    task = asyncio.current_task()
+    if not isinstance(error, asyncio.CancelledError) or task is None or task.cancelling():
+        return error
+    failure = HandlerCancelled()
+    failure.__cause__ = error
+    return failure
+
+
 def _is_dead(state: State | None) -> bool:
     return state in (State.DEAD, State.DISCARDED)
 
@@ -634,17 +668,20 @@ def _parted(part: list[Slot], error: BaseException) -> list[list[Slot]]:
                 named += part[one : one + 1]
             else:
                 named += [slot for slot in part if slot.message.id == getattr(one, "id", None)]
-    if named and len(named) < len(part):
-        others, after = [], {slot.queued.lane for slot in named if slot.is_ordered}
-        behind: list[Slot] = []
-        seen: set[bytes] = set()
+    if 0 < sum(slot in named for slot in part) < len(part):
+        others: list[Slot] = []
+        rest: list[list[Slot]] = []  # in their order, each that was named alone
+        after: set[bytes] = set()
         for slot in part:
             if slot in named:
-                seen.add(slot.queued.lane)
-            elif slot.queued.lane in after and slot.queued.lane in seen:
-                behind.append(slot)
-            else:
+                rest.append([slot])
+                after.add(slot.queued.lane)
+            elif slot.queued.lane not in after:
                 others.append(slot)
-        return [others, *[[slot] for slot in named], behind]
+            elif rest[-1][0] in named:
+                rest.append([slot])
+            else:
+                rest[-1].append(slot)
+        return [others, *rest]
     middle = len(part) // 2
     return [part[:middle], part[middle:]]

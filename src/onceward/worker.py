@@ -28,7 +28,7 @@ from onceward.queue import LaneClaim, QueueUnit, Share
 from onceward.settle import CONFLICTS, Settler
 from onceward.shield import finish
 from onceward.store import Conflict, InFlight
-from onceward.turn import Again, Care, Limits, Settings, Slot, Turn
+from onceward.turn import CROWDED_PAUSE, Again, Care, Limits, Settings, Slot, Turn
 from onceward.wake import Bell
 
 _log = logging.getLogger("onceward")
@@ -37,6 +37,8 @@ CLAIM_LEASE = 3.0
 """Seconds between the claim of a lane and the moment when others may have it, unless its turn has begun."""
 OVERDUE_EVERY = 1.0
 """Seconds between two looks for dependencies that did not come in time."""
+TAKEN_PAUSE = 0.05
+"""Seconds that a worker rests when a lane is due that it cannot have: somebody has locked it."""
 LONG = 0.5
 """Seconds. After a turn that took longer, the next one is smaller; after a quick one that was full it is larger."""
 
@@ -129,25 +131,63 @@ class Crew:
     async def step(self, options: Options, *, lanes: int, most: int) -> Step:
         """Claim, and take turns with what was claimed."""
         self.last_step = monotonic()
-        intake = self._settings.intake
-        owner = f"{intake.host}#{token_hex(6)}"
+        owner = f"{self._settings.intake.host}#{token_hex(6)}"
         leased: Slot | None = None
-        async with self._settler.plain_unit() as unit:
-            await self._give_back_left(unit)
-            await self._wake_overdue(unit)
-            claims = await unit.claim_lanes(intake.consumer, owner, most=lanes, lease=CLAIM_LEASE, share=options.share)
-            if not claims:
-                return Step([], due=await unit.due_in(intake.consumer, options.share))
-            mine = [claim.lane for claim in claims]
-            try:
-                step, leased = await self._turns(unit, owner, claims, options, most)
-            except BaseException:
-                await finish(self._give_back(unit, owner, mine))
-                raise
+        try:
+            async with self._settler.plain_unit() as unit:
+                await self._give_back_left(unit)
+                await self._wake_overdue(unit)
+                step, leased = await self._claim(unit, owner, options, lanes=lanes, most=most)
+        except BaseException:
+            if leased is not None:
+                await finish(self._put_off(owner, leased))
+            raise
         if leased is not None:
-            step.slots.append(await run_leased(self._settler, self._settings, owner, leased))
+            step.slots += await self._leased(owner, leased)
         self._tell(step.slots)
         return step
+
+    async def _claim(
+        self, unit: QueueUnit[Any], owner: str, options: Options, *, lanes: int, most: int
+    ) -> tuple[Step, Slot | None]:
+        """What was claimed is worked on or given back, whatever happens."""
+        consumer, claims = self._settings.intake.consumer, list[LaneClaim]()
+
+        async def claim() -> None:
+            claims.extend(
+                await unit.claim_lanes(consumer, owner, most=lanes, lease=CLAIM_LEASE, share=options.share)
+            )
+
+        try:
+            await finish(claim())
+            if not claims:
+                return Step([], due=await unit.due_in(consumer, options.share)), None
+            return await self._turns(unit, owner, claims, options, most)
+        except SystemExit:
+            raise  # a handler ends the process: as any crash, so that one which always does is found out
+        except BaseException:
+            if claims:
+                await finish(self._give_back(unit, owner, [claim.lane for claim in claims]))
+            raise
+
+    async def _leased(self, owner: str, slot: Slot) -> list[Slot]:
+        handler = slot.handler
+        assert handler is not None  # noqa: S101 - see Turn
+        if not self.limits.enter(handler):  # the turn that has found it is over, and has left
+            await finish(self._put_off(owner, slot, CROWDED_PAUSE))
+            return []
+        try:
+            return [await run_leased(self._settler, self._settings, owner, slot)]
+        finally:
+            self.limits.leave(handler)
+
+    async def _put_off(self, owner: str, slot: Slot, delay: float = 0.0) -> None:
+        """Its lane is still ours, and nobody crashed. When the database is away: its claim will be over."""
+        with suppress(OncewardError):
+            async with self._settler.plain_unit() as unit:
+                if slot.marked:
+                    await unit.unmark_start(slot.queued.record.identity)
+                await unit.release(owner, [slot.queued.lane], delay=delay)
 
     async def _turns(
         self, unit: QueueUnit[Any], owner: str, claims: Sequence[LaneClaim], options: Options, most: int
@@ -155,18 +195,29 @@ class Crew:
         sound = [claim.lane for claim in claims if claim.claims == 1]
         suspect = [claim.lane for claim in claims if claim.claims > 1]
         step, leased = Step([], claimed=[claim.lane for claim in claims]), None
+        later: list[bytes] = []  # one lease at a time
         for lanes, number in self._groups(sound, most):
             for turn, slots in await self._together(unit, owner, lanes, options, number):
                 step.slots += slots
                 step.full = step.full or turn.full
-                leased = leased or turn.leased
+                if leased is None:
+                    leased = turn.leased
+                elif turn.leased is not None:
+                    later.append(turn.leased.queued.lane)
         for lane in suspect:
             if leased is not None:
-                await unit.release(owner, [lane])
+                later.append(lane)
                 continue
             alone, slots = await self._alone(unit, owner, lane, options)
             step.slots += slots
             leased = None if alone is None else alone.leased
+        try:
+            if later:
+                await unit.release(owner, later)
+        except BaseException:
+            if leased is not None and leased.marked:
+                await finish(self._unmark(unit, leased.queued.record.identity))
+            raise
         return step, leased
 
     def _groups(self, lanes: list[bytes], most: int) -> list[tuple[list[bytes], int]]:
@@ -230,19 +281,21 @@ class Crew:
         await unit.rollback()
         if lane not in taken.lanes:
             return None, []
-        marked: bytes | None = None
         head = taken.messages[0].record.identity if taken.messages else None
-        if head is not None:
-            if await unit.mark_start(owner, lane, head) is None:
-                return None, []
-            marked = head.digest
-        settled = False
+        marked, settled = None if head is None else head.digest, False
         try:
+            if head is not None and await finish(unit.mark_start(owner, lane, head)) is None:
+                settled = True
+                return None, []
             turn, slots = await self._patiently(
                 partial(self._turn, unit, owner, [lane], options, most=1, marked=marked)
             )
-            settled = any(slot.queued.record.identity == head for slot in slots) or turn.leased is not None
+            ours = slots if turn.leased is None else [*slots, turn.leased]
+            settled = any(slot.queued.record.identity == head for slot in ours)
             return turn, slots
+        except SystemExit:
+            settled = True  # a crash: its mark stays
+            raise
         finally:
             if head is not None and not settled:
                 await finish(self._unmark(unit, head))
@@ -264,9 +317,12 @@ class Crew:
 
     async def _give_back_left(self, unit: QueueUnit[Any]) -> None:
         while self._left:
-            owner, lanes = self._left[-1]
-            await unit.release(owner, lanes)
-            self._left.remove((owner, lanes))
+            owner, lanes = self._left.pop()  # or another worker would give them back too
+            try:
+                await unit.release(owner, lanes)
+            except BaseException:
+                self._left.append((owner, lanes))
+                raise
 
     async def _wake_overdue(self, unit: QueueUnit[Any]) -> None:
         if monotonic() - self._looked >= OVERDUE_EVERY:
@@ -341,8 +397,7 @@ class Crew:
                     continue
                 pace.idle()
                 patience = options.poll_interval if step.due is None else min(options.poll_interval, step.due)
-                if patience > 0:
-                    await self._rest(ear, patience)
+                await self._rest(ear, patience or min(options.poll_interval, TAKEN_PAUSE))
         finally:
             self.running -= 1
             self.bell.forget(ear)

@@ -421,14 +421,17 @@ UPDATE onceward_records
 SET started = greatest(0, started - 1), state = CASE WHEN state = 'running' THEN 'accepted' ELSE state END
 WHERE identity = :identity::text::uuid AND started > 0
 
+-- A lane whose claim is over, and that is there all the same, is locked by its turn, however long that takes; or it is
+-- claimed when somebody looks the next time.
 -- name: queue_due_in
 SELECT extract(epoch FROM run_at - clock_timestamp())::float8 AS seconds FROM onceward_lanes
-WHERE consumer = :consumer::text AND run_at IS NOT NULL
+WHERE consumer = :consumer::text AND run_at IS NOT NULL AND NOT (state = 'running' AND run_at <= clock_timestamp())
 ORDER BY run_at LIMIT 1
 
 -- name: queue_due_in_share
 SELECT extract(epoch FROM run_at - clock_timestamp())::float8 AS seconds FROM onceward_lanes
 WHERE consumer = :consumer::text AND run_at IS NOT NULL AND share % :shares::bigint = :number::bigint
+  AND NOT (state = 'running' AND run_at <= clock_timestamp())
 ORDER BY run_at LIMIT 1
 
 -- name: queue_overdue
@@ -439,6 +442,10 @@ SELECT onceward_requeue(:identity::text::uuid, :lines::text::json) AS done
 
 -- name: queue_drop
 SELECT onceward_drop(:identity::text::uuid, :lane::text::uuid) AS done
+
+-- name: queue_unblock
+UPDATE onceward_lanes SET state = 'ready', run_at = clock_timestamp(), blocker = NULL
+WHERE lane = :lane::text::uuid AND state = 'blocked' AND blocker = :identity::text::uuid
 
 -- name: queue_stood
 SELECT txid_status(:xid::bigint) AS status

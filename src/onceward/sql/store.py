@@ -472,7 +472,8 @@ class SqlUnit(Generic[Tx]):
 
     async def _at_once(self, plan: Plan[T]) -> T:
         """A transaction of its own; one statement is one by itself, and needs one trip."""
-        if self._begin is None and self._dialect.sets and not self._session.gone:
+        session: Any = self._session  # of PostgreSQL
+        if self._begin is None and self._dialect.sets and not session.gone and await session.is_plain():
             return await self._say(plan)
         return await self._alone(plan)
 

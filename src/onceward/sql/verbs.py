@@ -10,7 +10,7 @@ import msgspec
 
 from onceward import codec
 from onceward.errors import HandlerEndedTransaction, SchemaMissing, SchemaOutdated, SchemaTooNew
-from onceward.identity import Identity
+from onceward.identity import Identity, digest
 from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.retention import milliseconds
@@ -36,6 +36,10 @@ def find(dialect: Dialect, identity: Identity) -> Plan[Found | None]:
 def take(dialect: Dialect, found: Record, record: Record) -> Plan[bool]:
     params = _params(dialect, record) | _was(found) | {"unmark": record.started}
     taken = yield dialect("take", params)
+    if taken.changed == 1 and found.state is State.DEAD and found.lane is not None:
+        lane = digest(found.consumer, found.tenant, "lane", found.lane)
+        blocked = {"lane": dialect.identity(lane), "identity": dialect.identity(found.identity.digest)}
+        yield dialect("queue_unblock", blocked)  # its lane goes on, if this stands
     return taken.changed == 1
 
 

@@ -106,15 +106,16 @@ class Guard:
             raise HandlerEndedTransaction
 
 
-_IDLE_LIMIT = Statement(
-    "SELECT setting::bigint AS ms FROM pg_settings WHERE name = 'idle_in_transaction_session_timeout'"
+_SETTINGS = Statement(
+    "SELECT setting::bigint AS idle_limit, current_setting('default_transaction_isolation') AS level "
+    "FROM pg_settings WHERE name = 'idle_in_transaction_session_timeout'"
 )
 
 
 class Known:
     """What is known about a connection for as long as it lives."""
 
-    __slots__ = ("begin", "idle_limit", "prepared")
+    __slots__ = ("begin", "idle_limit", "level", "prepared")
 
     def __init__(self, server_version: int, *, prepares: bool) -> None:
         # A killed process must not hold its claim until a long statement of its handler ends.
@@ -122,6 +123,8 @@ class Known:
         self.begin = f"BEGIN ISOLATION LEVEL READ COMMITTED; {check}SET LOCAL onceward.token = "
         """A token has to follow."""
         self.idle_limit: int | None = None
+        self.level = ""
+        """Of a statement that is not in a transaction of ours."""
         self.prepared: set[str] | None = set() if prepares else None
         """The statements that were prepared. None behind a pooler, where it may be another connection each time."""
 
@@ -191,11 +194,19 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
 
     async def _idle_limit(self, seconds: float) -> int:
         """In milliseconds; what is set for the role or the database stays, where it is stricter."""
+        known = await self._settings()
+        return min(int(seconds * 1000), known.idle_limit or int(seconds * 1000))
+
+    async def is_plain(self) -> bool:
+        """Whether a statement by itself is a transaction of the level that we work at."""
+        return (await self._settings()).level == "read committed"
+
+    async def _settings(self) -> Known:
         known = self._known
         if known.idle_limit is None:
-            found = await self.execute(_IDLE_LIMIT)
-            known.idle_limit = int(found.rows[0]["ms"])
-        return min(int(seconds * 1000), known.idle_limit or int(seconds * 1000))
+            row = (await self.execute(_SETTINGS)).rows[0]
+            known.idle_limit, known.level = int(row["idle_limit"]), row["level"]
+        return known
 
     async def _prepare(self, statement: Statement, prepared: set[str]) -> None:
         name, sql, _ = preparable(statement.sql)

@@ -317,6 +317,19 @@ class DispatchContract:
         await inbox.replay(inbox.identity_of(lab.message("m")))
         assert [outcome.kind for outcome in await drain(inbox, handler)] == [Kind.FAILED, Kind.FAILED, Kind.DEAD]
 
+    @pytest.mark.parametrize("shared", [False, True])
+    async def test_a_dead_letter_that_is_replayed_with_a_handler_frees_its_lane(self, lab: Lab, shared: bool) -> None:
+        """If it succeeds; else a person still has to decide."""
+        inbox, handler = await lab.inbox(retry=SOON), Failing(lab, "a1", error=Reject("bad"))
+        await inbox.accept([at(lab, "a1"), at(lab, "a2")], lane="x" if shared else None)
+        await drain(inbox, handler)
+        assert (await inbox.replay(at(lab, "a1"), handler)).kind is Kind.DEAD
+        assert await drain(inbox, handler) == []
+        handler.ids.clear()
+        assert (await inbox.replay(at(lab, "a1"), handler)).kind is Kind.PROCESSED
+        assert [outcome.kind for outcome in await drain(inbox, handler)] == [Kind.PROCESSED]
+        assert await lab.effects() == ["a1", "a2"]
+
     async def test_a_replay_after_the_lane_went_on_runs_alone(self, lab: Lab) -> None:
         inbox, handler = await lab.inbox(on_dead="skip"), Failing(lab, "a1", error=Reject("bad"))
         await inbox.accept([at(lab, "a1"), at(lab, "a2")])
@@ -474,6 +487,59 @@ class DispatchContract:
         record = await record_of(inbox, message)
         assert (record.attempts, record.started) == (1, 0)
         assert await lab.effects() == [message.id]
+
+    async def test_a_cancelled_claim_is_given_back_at_once(self, lab: Lab) -> None:
+        """Wherever it is cancelled: also between the claim, or the mark of a start, and the answer to it."""
+        point = ""
+
+        async def reached(here: str) -> None:
+            if here == point:
+                running.cancel()
+                await asyncio.sleep(0)
+
+        inbox, message = await lab.inbox(reached=reached), lab.message("m")
+        await inbox.accept(message)
+        for point in ("after claim_lanes", "after mark_start"):
+            await lab.query("UPDATE onceward_lanes SET claims = 1")  # as if a worker had died
+            running = asyncio.ensure_future(inbox.dispatch(Recorder(lab)))
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            record = await record_of(inbox, message)
+            assert (record.attempts, record.started) == (0, 0), point
+            assert await lab.query("SELECT state, claims FROM onceward_lanes") == [("ready", 1)], point
+        point = ""
+        assert [outcome.kind for outcome in await drain(inbox, Recorder(lab))] == [Kind.PROCESSED]
+
+    async def test_a_handler_that_raises_cancelled_by_itself_fails(self, lab: Lab) -> None:
+        """Nobody cancelled the worker, so it goes on, and the message does not come for ever."""
+        inbox, handler = await lab.inbox(retry=SOON), Failing(lab, "a1", error=asyncio.CancelledError())
+        await inbox.accept([at(lab, "a1"), lab.message("other")])
+        async with inbox.worker(handler) as worker:
+
+            async def dead() -> bool:
+                return (await record_of(inbox, at(lab, "a1"))).state is State.DEAD
+
+            await until(dead)
+            assert worker.running
+        record = await record_of(inbox, at(lab, "a1"))
+        assert (record.attempts, record.errors[-1].type) == (3, "HandlerCancelled")
+        assert await lab.effects() == ["other"]
+
+    async def test_a_message_that_ends_the_process_in_order_is_a_dead_letter_too(self, lab: Lab) -> None:
+        """SystemExit in a handler is how a process dies: as with any crash the second one counts against it."""
+        inbox, outcome = await lab.inbox(retry=SOON), None
+        await inbox.accept(lab.message("m"))
+        exits = 0
+        while outcome is None:
+            try:
+                outcome = await inbox.dispatch(Recorder(lab, error=SystemExit(3)))
+            except SystemExit:
+                exits += 1
+                assert exits < 10, "it never ends"
+                await lab.let_time_pass()
+        assert (outcome.kind, type(outcome.error).__name__) == (Kind.DEAD, "AttemptsExhausted")
+        assert exits == 4
+        assert await lab.effects() == []
 
     async def test_a_failure_is_known_before_the_lane_is_free(self, lab: Lab) -> None:
         """Rule 2 in stored mode: of two workers, none gets the second message while the first one fails."""

@@ -216,6 +216,75 @@ class LeaseContract:
         assert (record.state, record.attempts, record.started) == (State.ACCEPTED, 0, 0)
         assert [outcome.kind for outcome in await drain(await lab.inbox(), Recorder(lab))] == [Kind.PROCESSED]
 
+    async def test_a_cancelled_leased_handler_is_no_crash_after_one_that_was(self, lab: Lab) -> None:
+        inbox, inside = await lab.inbox(retry=RetryPolicy(max_attempts=1)), asyncio.Event()
+
+        @inbox.handler("order.paid", lease=30)
+        async def on_paid(message: Message[Any], lease: Any) -> None:
+            inside.set()
+            await asyncio.Event().wait()
+
+        await inbox.accept(lab.message("m"))
+        await lab.query("UPDATE onceward_lanes SET claims = 1")  # a worker died: from now on starts are marked
+        for _ in range(2):
+            inside.clear()
+            running = asyncio.ensure_future(inbox.dispatch())
+            await inside.wait()
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            record = await record_of(inbox, lab.message("m"))
+            assert (record.state, record.attempts, record.started) == (State.ACCEPTED, 0, 0)
+
+    async def test_a_failed_lease_after_a_crash_has_the_attempts_that_are_left(self, lab: Lab) -> None:
+        """The mark of its own start is not a crash."""
+        inbox = await lab.inbox(retry=RetryPolicy(max_attempts=2, base=0.0))
+
+        @inbox.handler("order.paid", lease=30)
+        async def on_paid(message: Message[Any], lease: Any) -> None:
+            raise ValueError("no")
+
+        await inbox.accept(lab.message("m"))
+        await lab.query("UPDATE onceward_lanes SET claims = 1")
+        assert [outcome.kind for outcome in await drain(inbox)] == [Kind.FAILED, Kind.DEAD]
+
+    async def test_a_leased_handler_may_have_a_limit_of_its_own(self, lab: Lab) -> None:
+        inbox, running, most, done, ran = await lab.inbox(), 0, 0, asyncio.Event(), list[str]()
+
+        @inbox.handler("order.paid", lease=30, concurrency=1)
+        async def on_paid(message: Message[Any], lease: Any) -> None:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.05)
+            running -= 1
+            ran.append(message.id)
+            if len(ran) == 4:
+                done.set()
+
+        await inbox.accept([at(lab, f"{stream}1") for stream in "abcd"])
+        await asyncio.wait_for(inbox.run(concurrency=3, stop=done), 30)
+        assert (most, sorted(ran)) == (1, ["a1", "b1", "c1", "d1"])
+
+    async def test_leases_that_a_worker_has_no_hands_for_are_given_back_at_once(self, lab: Lab) -> None:
+        """With on_begin each lane has a turn of its own, and more than one of them may come to a lease."""
+
+        async def begin(tx: Any, message: Message[Any]) -> None: ...
+
+        inbox, done, ran = await lab.inbox(on_begin=begin), asyncio.Event(), list[str]()
+
+        @inbox.handler("order.paid", lease=30)
+        async def on_paid(message: Message[Any], lease: Any) -> None:
+            ran.append(message.id)
+            if len(ran) == 12:
+                done.set()
+
+        await inbox.accept([lab.message(f"{number:02}") for number in range(12)])
+        began = time.monotonic()
+        await asyncio.wait_for(inbox.run(stop=done), 30)
+        assert time.monotonic() - began < 2.5, "nobody had to wait until a claim was over"
+        assert len(set(ran)) == 12
+
     async def test_leased_handlers_of_two_lanes_run_side_by_side(self, lab: Lab) -> None:
         """On every store: they hold nothing."""
         inbox, both, done = await lab.inbox(), asyncio.Barrier(2), asyncio.Event()

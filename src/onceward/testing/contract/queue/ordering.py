@@ -12,7 +12,7 @@ import pytest
 from onceward import Kind, Message, Reject, State, lanes
 from onceward.errors import UsageError
 from onceward.testing.contract.base import needs
-from onceward.testing.contract.queue.base import LATER, Failing, at, drain, record_of
+from onceward.testing.contract.queue.base import LATER, Failing, at, drain, record_of, until
 from onceward.testing.lab import Lab, Recorder
 
 BY_CUSTOMER = lanes.field("customer.id")
@@ -158,6 +158,42 @@ class OrderContract:
             ran = [id_ for id_ in handler.runs if id_[0] == stream]
             assert ran == sorted(ran)
         assert await lab.effects() == sorted(ids)
+
+    @pytest.mark.parametrize("shared", [False, True])
+    @pytest.mark.parametrize("why", ["not due", "a dependency", "no handler", "a lease", "a dead cause", "died"])
+    async def test_what_cannot_run_yet_holds_up_nothing_before_it(self, lab: Lab, why: str, shared: bool) -> None:
+        """Also where a worker takes both at once, and what comes after it stays after it."""
+        inbox, ids = await lab.inbox(on_dead_dependency="dead"), [f"a{number}" for number in range(10, 40)]
+        special, ran, lane = "a35", list[str](), "x" if shared else None
+        delay = timedelta(hours=1) if why == "not due" else None
+        needed = ["z1"] if why in ("a dependency", "a dead cause") else []
+        if why == "a dead cause":
+            await inbox.accept(at(lab, "z1"))
+            await drain(inbox, Failing(lab, "z1", error=Reject("bad")))
+
+        @inbox.handler("order.paid")
+        async def on_paid(message: Message[Any], tx: Any) -> None:
+            ran.append(message.id)
+            await lab.write(tx, message.id)
+
+        @inbox.handler("long", lease=30)
+        async def takes_long(message: Message[Any], lease: Any) -> None:
+            ran.append(message.id)
+
+        kind = {"no handler": {"type": "unknown"}, "a lease": {"type": "long"}}.get(why, {})
+        await inbox.accept(at(lab, special, *needed, **kind), not_before=delay, lane=lane)
+        await inbox.accept([at(lab, id_) for id_ in ids if id_ != special], lane=lane)
+        if why == "died":
+            await lab.query(f"UPDATE onceward_records SET started = 10 WHERE message_id = '{special}'")  # noqa: S608
+        before = ids[: ids.index(special)]
+        wanted = ids if why == "a lease" else before
+
+        async def enough() -> bool:
+            return len(ran) >= len(wanted)
+
+        async with inbox.worker():
+            await until(enough, within=10)
+        assert ran == wanted
 
     # --- a lane that is not one stream ----------------------------------------------------------------------
 

@@ -202,6 +202,27 @@ class WorkContract:
             await asyncio.sleep(0.5)  # long enough for a loop that spins to be seen
             assert len(claims) - seen <= 3
 
+    async def test_a_worker_does_not_spin_while_another_one_is_in_a_long_turn(self, lab: Lab) -> None:
+        """The claim of its lane is over by then, and its lock is not."""
+        needs(lab, "concurrent_units")
+        claims = []
+
+        async def reached(point: str) -> None:
+            if point == "before claim_lanes":
+                claims.append(time.monotonic())
+
+        inbox, gate = await lab.inbox(), Gate(lab)
+        await inbox.accept(lab.message())
+        running = asyncio.ensure_future(inbox.dispatch(gate))
+        await gate.started.wait()
+        async with (await lab.inbox(reached=reached)).worker(Recorder(lab)):
+            await asyncio.sleep(3.5)
+            seen = len(claims)
+            await asyncio.sleep(0.5)
+            assert len(claims) - seen <= 3
+        gate.go.set()
+        assert await running is not None
+
     # --- side by side ---------------------------------------------------------------------------------------
 
     async def test_concurrency_is_how_many_handlers_run_at_once(self, lab: Lab) -> None:
@@ -326,6 +347,24 @@ class WorkContract:
         record = await record_of(inbox, lab.message("13"))
         assert (record.state, record.attempts) == (State.FAILED, 1)
         assert calls.count(["13"]) == 1
+
+    @pytest.mark.parametrize("twice", [False, True])
+    async def test_a_bulk_keeps_the_order_of_those_that_it_names(self, lab: Lab, twice: bool) -> None:
+        inbox, ids, ran, stop = await lab.inbox(), [f"a{number}" for number in range(10, 40)], [], asyncio.Event()
+
+        async def one_by_one(messages: list[Message[Any]], tx: Any) -> None:
+            if len(messages) > 1:
+                bad = messages[::2]
+                raise BulkError("not together", culprits=[*bad, *bad[:1]] if twice else bad)
+            await lab.write(tx, messages[0].id)
+            ran.append(messages[0].id)
+            if len(ran) == len(ids):
+                stop.set()
+
+        await inbox.accept([at(lab, id_) for id_ in ids])
+        await asyncio.wait_for(inbox.run(bulk=one_by_one, stop=stop), 20)
+        assert ran == ids
+        assert await lab.effects() == ids
 
     # --- stopping -------------------------------------------------------------------------------------------
 
