@@ -48,6 +48,12 @@ async def wait_out(future: asyncio.Future[T]) -> T:
     return future.result()
 
 
+def is_cancelled() -> bool:
+    """Whether a CancelledError is meant for this task. If not, something that it waited for was cancelled."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
 class finish_here(Generic[T]):  # noqa: N801 - it is awaited like `finish`
     """As `finish`, without a task of its own, which costs more than the COMMIT it protects.
 

@@ -30,6 +30,7 @@ from onceward.errors import (
     DependencyCycle,
     DependencyDead,
     DependencyMissing,
+    HandlerCancelled,
     HandlerEndedTransaction,
     HandlerNotFound,
     HandlerTimeout,
@@ -57,7 +58,7 @@ from onceward.queue import (
 from onceward.record import State
 from onceward.retention import milliseconds
 from onceward.retry import RetryPolicy
-from onceward.shield import finish
+from onceward.shield import finish, is_cancelled
 from onceward.store import Conflict
 
 OnDead = Literal["block", "skip"]
@@ -122,6 +123,8 @@ class Slot(msgspec.Struct, eq=False):
     duration_ms: float = 0.0
     counted: bool = True
     """As an attempt."""
+    mark: int = 0
+    """1: its start was marked by us, which is no crash."""
 
     @property
     def identity(self) -> str:
@@ -313,6 +316,7 @@ class Turn:
         if handler.lease is not None and self._bulk is None:
             self._stop(slot, Then.NEXT)  # one at a time: others may take the rest
             if self.leased is None:
+                slot.mark = self._mark_of(slot)
                 self.leased = slot
             return False
         return True
@@ -359,19 +363,26 @@ class Turn:
         try:
             if settings.on_begin is not None:
                 await settings.on_begin(unit.tx, message)
-            hook = settings.intake.seen_before
-            if hook is not None and await hook(unit.tx, message):
+            if await self._seen_before(slot):
                 result, kind = None, Kind.DUPLICATE
             else:
                 result, kind = await self._called(handler, message), Kind.PROCESSED
             slot.encoded = None if result is None else codec.encode(result, "result", ResultInvalid)
             if not unit.stands and not unit.lost:
                 raise HandlerEndedTransaction
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            raise HandlerCancelled from error
         finally:
             slot.duration_ms = (perf_counter() - began) * 1000
             leave(token)
         slot.outcome = Outcome(kind, result=result, attempts=slot.attempts, duration_ms=slot.duration_ms)
         self._slots.append(slot)
+
+    async def _seen_before(self, slot: Slot) -> bool:
+        hook = self._settings.intake.seen_before
+        return hook is not None and bool(await hook(self._unit.tx, slot.message))
 
     async def _called(self, handler: Handler, message: Message[Any]) -> Any:
         given = handler.call(message, self._unit.tx)
@@ -466,14 +477,23 @@ class Turn:
         try:
             if settings.on_begin is not None:
                 await settings.on_begin(unit.tx, part[0].message)
+            seen = [slot for slot in part if await self._seen_before(slot)]
+            part = [slot for slot in part if slot not in seen]
             messages = [slot.handler.decoded(slot.message) for slot in part if slot.handler is not None]
-            results = await bulk.run(messages, unit.tx)
+            results = await bulk.run(messages, unit.tx) if messages else ()
             encoded = [None if one is None else codec.encode(one, "result", ResultInvalid) for one in results]
             if not unit.stands and not unit.lost:
                 raise HandlerEndedTransaction
             await unit.savepoint()
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            raise HandlerCancelled from error
         finally:
             leave(token)
+        for slot in seen:
+            slot.outcome = Outcome(Kind.DUPLICATE, attempts=slot.attempts)
+            self._slots.append(slot)
         duration_ms = (perf_counter() - began) * 1000
         for slot, result, code in zip(part, results, encoded, strict=True):
             slot.encoded, slot.duration_ms = code, duration_ms

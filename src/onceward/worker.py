@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from onceward import events
-from onceward.errors import CommitUnknown, OncewardError, StoreUnavailable, TryLater, UsageError
+from onceward.errors import CommitUnknown, InboxClosed, OncewardError, StoreUnavailable, TryLater, UsageError
 from onceward.handlers import BulkHandler
 from onceward.lease import run_leased
 from onceward.outcome import Kind, Outcome
@@ -108,10 +108,18 @@ class Crew:
         self._looked = 0.0
         self.running = 0
         """Workers."""
+        self.leased = 0
+        """Workers in a leased handler, which may take as long as it likes."""
+        self.closed = False
+        """The inbox is: whoever works on its queue ends."""
         self.last_step = monotonic()
 
-    def unit(self) -> AbstractAsyncContextManager[Any]:
-        return self._settler.plain_unit()
+    def unit(self, *, read_only: bool = False) -> AbstractAsyncContextManager[Any]:
+        return self._settler.plain_unit(read_only=read_only)
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise InboxClosed("the inbox was closed while it was worked on; stop its workers first")
 
     # --- one step -------------------------------------------------------------------------------------------
 
@@ -131,30 +139,41 @@ class Crew:
         self.last_step = monotonic()
         intake = self._settings.intake
         owner = f"{intake.host}#{token_hex(6)}"
-        leased: Slot | None = None
+        step, leased = Step([]), None
         async with self._settler.plain_unit() as unit:
             await self._give_back_left(unit)
             await self._wake_overdue(unit)
             claims = await unit.claim_lanes(intake.consumer, owner, most=lanes, lease=CLAIM_LEASE, share=options.share)
             if not claims:
                 return Step([], due=await unit.due_in(intake.consumer, options.share))
-            mine = [claim.lane for claim in claims]
+            step.claimed = [claim.lane for claim in claims]
             try:
-                step, leased = await self._turns(unit, owner, claims, options, most)
+                leased = await self._turns(unit, owner, claims, options, most=most, step=step)
             except BaseException:
-                await finish(self._give_back(unit, owner, mine))
+                await finish(self._give_back(unit, owner, list(step.claimed)))
                 raise
+            finally:
+                self._tell(step.slots)  # they are committed, whatever became of the rest
         if leased is not None:
-            step.slots.append(await run_leased(self._settler, self._settings, owner, leased))
-        self._tell(step.slots)
+            await self._run_leased(owner, leased)
+            self._tell([leased])
+            step.slots.append(leased)
         return step
 
+    async def _run_leased(self, owner: str, slot: Slot) -> None:
+        self.leased += 1
+        try:
+            await run_leased(self._settler, self._settings, owner, slot)
+        finally:
+            self.leased -= 1
+
     async def _turns(
-        self, unit: QueueUnit[Any], owner: str, claims: Sequence[LaneClaim], options: Options, most: int
-    ) -> tuple[Step, Slot | None]:
+        self, unit: QueueUnit[Any], owner: str, claims: Sequence[LaneClaim], options: Options, *, most: int, step: Step
+    ) -> Slot | None:
+        """What is settled goes into the step; what is to be run with a lease comes back."""
         sound = [claim.lane for claim in claims if claim.claims == 1]
         suspect = [claim.lane for claim in claims if claim.claims > 1]
-        step, leased = Step([], claimed=[claim.lane for claim in claims]), None
+        leased: Slot | None = None
         for lanes, number in self._groups(sound, most):
             for turn, slots in await self._together(unit, owner, lanes, options, number):
                 step.slots += slots
@@ -167,7 +186,7 @@ class Crew:
             alone, slots = await self._alone(unit, owner, lane, options)
             step.slots += slots
             leased = None if alone is None else alone.leased
-        return step, leased
+        return leased
 
     def _groups(self, lanes: list[bytes], most: int) -> list[tuple[list[bytes], int]]:
         """What shares a transaction, and how many messages of each lane."""
@@ -325,6 +344,7 @@ class Crew:
         self.running += 1
         try:
             while not stop.is_set():
+                self.check_open()
                 ear.clear()
                 began = monotonic()
                 try:

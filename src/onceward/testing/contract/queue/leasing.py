@@ -165,7 +165,7 @@ class LeaseContract:
 
     async def test_a_zombie_cannot_free_a_lane_that_another_one_has_now(self, lab: Lab) -> None:
         inbox, other = await lab.inbox(), await lab.inbox()
-        entered, go = asyncio.Event(), asyncio.Event()
+        entered, again, extended, go = (asyncio.Event() for _ in range(4))
         third = Recorder(lab)
 
         @inbox.handler("order.paid", lease=30)
@@ -180,6 +180,9 @@ class LeaseContract:
         @other.handler("order.paid", lease=30)
         async def heir(message: Message[Any], lease: Any) -> None:
             entered.set()
+            await asyncio.wait_for(again.wait(), 30)
+            await lease.extend()  # the time that passed for the other one passed for this one too
+            extended.set()
             await asyncio.wait_for(go.wait(), 30)
             async with lease.complete() as tx:
                 await lab.write(tx, message.id)
@@ -196,6 +199,8 @@ class LeaseContract:
         heirs = asyncio.ensure_future(until(got))
         await asyncio.wait([first], timeout=30)
         assert first.done()
+        again.set()
+        await asyncio.wait_for(extended.wait(), 30)
         assert await (await lab.inbox()).dispatch(third) is None, "the heir has it"
         go.set()
         await heirs
