@@ -42,6 +42,11 @@ def test_schema_prints_sql(dialect: str, capsys: pytest.CaptureFixture[str]) -> 
     [
         (["setup", "mysql://localhost/shop"], "no store for mysql://"),
         (["setup", "shop.db"], "not a database URL"),
+        (["worker", "shop"], "such as shop.main:inbox"),
+        (["worker", "no_such_module:inbox"], "no module 'no_such_module'"),
+        (["worker", "onceward.cli:nothing"], "has no 'nothing'"),
+        (["worker", "onceward:Message"], "not an Inbox"),
+        (["worker", "onceward:stream_of"], "without arguments"),
         (["setup", "sqlite:////no/such/folder/shop.db"], "folder exists"),
         (["setup", "sqlite:///shop.db", "--schema", "x"], "SQLite has no schemas"),
         (["setup", f"postgresql://nobody@127.0.0.1:{free_port()}/x"], "cannot connect"),
@@ -57,7 +62,9 @@ def test_an_error_is_one_line_and_exit_code_one(
     assert err.startswith("onceward: ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["schema", "oracle"], ["setup"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["nonsense"], ["schema", "oracle"], ["setup"], ["worker", "shop:inbox", "--log-level", "loud"]]
+)
 def test_wrong_usage_is_exit_code_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)

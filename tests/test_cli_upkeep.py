@@ -120,6 +120,25 @@ def test_stats_are_a_table(url: str, capsys: pytest.CaptureFixture[str]) -> None
     assert len(run(capsys, "stats", url, "--consumer", "shipping").splitlines()) == 2
 
 
+def test_stats_tell_of_the_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"sqlite:///{tmp_path}/shop.db"
+
+    async def accept() -> None:
+        async with Inbox.connect(url, consumer="billing") as inbox:
+            await inbox.accept([Message(f"o-{n}", "order.paid", None, stream="s") for n in range(3)])
+            await inbox.accept(Message("later", "order.paid", None), not_before=timedelta(days=1))
+
+    asyncio.run(accept())
+    _head, _billing, _empty, head, queue = run(capsys, "stats", url).splitlines()
+    shown = dict(zip(head.split(), queue.split(), strict=True))
+    assert shown == {
+        "queue": "billing", "pending": "4", "lanes": "2", "ready": "1", "running": "0", "retrying": "0", "later": "1",
+        "waiting": "0", "blocked": "0",
+    }  # fmt: skip
+    [billing] = json.loads(run(capsys, "stats", url, "--json"))
+    assert billing["queue"]["pending"] == 4
+
+
 def test_stats_are_json(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     [billing] = json.loads(run(capsys, "stats", url, "--consumer", "billing", "--json"))
     assert {name: number for name, number in billing.items() if isinstance(number, int)} == {

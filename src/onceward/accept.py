@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from onceward import codec, events
+from onceward import codec, events, lanes
 from onceward.attempt import compare, dead_outcome
 from onceward.errors import InvalidMessage, OncewardError, PayloadMismatch, TryLater, UsageError
 from onceward.flights import in_flight
@@ -81,7 +81,7 @@ class Acceptor:
         """An outcome for each. Nothing is raised for one message; what concerns all is."""
         if about.wait is not None:
             async with self._settler.plain_unit() as unit:
-                about = msgspec.structs.replace(about, not_before=await unit.now() + about.wait)
+                about = msgspec.structs.replace(about, not_before=_moment(await unit.now(), about.wait))
         makers: dict[str, Maker] = {}
         places = [self._place(message, about, makers) for message in messages]
         self._pair(places)
@@ -115,13 +115,13 @@ class Acceptor:
                 make = makers[message.type] = self._intake.maker(message.type, claimant, key=about.key)
             place.work = make(message, about.origin)
             place.line = self.line(place.work, about)
-        except InvalidMessage as error:
+        except Exception as error:  # noqa: BLE001 - also what a strategy of the user raises
             place.outcome = _failed(error)
         return place
 
     def line(self, work: Work, about: Asked) -> QueueLine:
         message, identity = work.message, work.identity
-        own, name = identity.digest, about.lane if about.lane is not None else work.lane
+        own, name = identity.digest, about.lane if about.lane is not None else lanes.check(work.lane)
         lane = own if name is None else digest(identity.consumer, identity.tenant, "lane", name)
         is_stream = name is not None and name == message.stream
         needed = self._needed(message, identity.tenant)
@@ -254,7 +254,7 @@ class Acceptor:
         consumer = self._intake.consumer
         for place, outcome in zip(places, outcomes, strict=True):
             message, work = place.message, place.work
-            if work is None:
+            if work is None or place.line is None:
                 error = outcome.error or InvalidMessage()
                 told = events.Refused(consumer=consumer, type=message.type, message_id=message.id, error=error)
                 self._bus.emit(told)
@@ -268,6 +268,13 @@ class Acceptor:
 def _failed(error: Exception) -> Outcome[Any]:
     kind = Kind.BUSY if isinstance(error, TryLater) else Kind.FAILED
     return Outcome(kind, error=error)
+
+
+def _moment(now: datetime, wait: timedelta) -> datetime:
+    try:
+        return now + wait
+    except OverflowError as error:
+        raise UsageError(f"not_before={wait}: no calendar goes that far") from error
 
 
 def _tenant(place: _Place) -> str:

@@ -44,10 +44,10 @@ class HandlerNotFound(UsageError):
 
 
 class NestedProcess(UsageError):
-    """`process` was called inside a handler on the same SQLite database, and would wait for itself.
+    """The inbox was called inside a handler on the same SQLite database, and would wait for itself.
 
-    SQLite has one writer, and this handler holds it. Write through `tx`, or process the other message after
-    this one returned.
+    SQLite has one writer, and this handler holds it. Pass its transaction on, as in `accept(message, tx=tx)`, or make
+    the call after this handler returned.
     """
 
 
@@ -163,12 +163,12 @@ class BulkError(OncewardError):
         self.culprits = tuple(culprits)
 
 
-class HandlerCancelled(OncewardError):
-    """The handler raised CancelledError although nobody had cancelled it: what it waited for was. It is tried again."""
-
-
 class HandlerTimeout(OncewardError):
     """The handler took longer than its timeout=, and was cancelled. It is tried again."""
+
+
+class HandlerCancelled(OncewardError):
+    """The handler raised CancelledError although nobody cancelled it: what it waited for was. It is tried again."""
 
 
 class LeaseLost(OncewardError):

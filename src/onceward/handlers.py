@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -64,6 +65,8 @@ class Handler(msgspec.Struct, frozen=True):
 
         Not a coroutine: it would be one more for each message, around the handler's own.
         """
+        if self.lease is not None:
+            raise UsageError(f"{self.name} runs with a lease, which only the queue gives: accept the message")
         if self.payload is not None:
             message = self.decoded(message)
         return self.function(message, tx) if self.shape.wants_tx else self.function(message)
@@ -159,9 +162,17 @@ def handler_of(
     model = payload if payload is not None else shape.payload
     if retention is not None:
         check_retention(retention)
-    for name, value in (("concurrency", concurrency), ("timeout", timeout), ("lease", lease)):
-        if value is not None and not value > 0:
-            raise UsageError(f"{name}={value!r}: it is above 0, or left away")
+    if concurrency is not None and (type(concurrency) is not int or concurrency < 1):
+        raise UsageError(f"concurrency={concurrency!r}: it is a number of runs, at least 1, or left away")
+    for name, value in (("timeout", timeout), ("lease", lease)):
+        if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+            raise UsageError(f"{name}={value!r}: it is a number of seconds, above 0, or left away")
+    if retry is not None and not isinstance(retry, RetryPolicy):
+        raise UsageError(f"retry={retry!r}: it is a RetryPolicy, such as RetryPolicy(max_attempts=5)")
+    if lease is None and shape.wants_lease:
+        raise InvalidHandler(
+            f"{shape.name} wants a lease: register it with lease=, in seconds, or call its parameter tx"
+        )
     found = None if key is None else keys.of(key)
     return Handler(function, shape, model, found, retry, retention, concurrency, timeout, lease)
 

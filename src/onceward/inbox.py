@@ -150,6 +150,7 @@ class Inbox(StoredInbox[Tx]):
             if not self._open:
                 await self.store.open()
                 self._open = True
+                self._crew.closed = False
 
     async def close(self) -> None:
         if self._open:

@@ -78,6 +78,8 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
             return registered or self._for_unhandled(message)
         if registered is None:
             return handler_of(given)
+        if registered.function is given:
+            return registered
         return handler_of(given, key=registered.key, retry=registered.retry, retention=registered.retention)
 
     def claimant(self, message: Message[Any]) -> Handler:

@@ -14,9 +14,9 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
+from contextvars import ContextVar, Token, copy_context
 from typing import Any
 
-from onceward.current import Current, current_or_none, enter, leave
 from onceward.errors import UsageError
 from onceward.leaving import leaves_loop
 from onceward.message import Message
@@ -31,7 +31,7 @@ class Work:
 
     def __init__(self, given: Given) -> None:
         self._given = given
-        self._token: Any = None
+        self._tokens: list[tuple[ContextVar[Any], Token[Any]]] | None = None
 
     @property
     def message(self) -> Message[Any]:
@@ -39,16 +39,19 @@ class Work:
         return found
 
     async def __aenter__(self) -> tuple[Message[Any], Any]:
-        if self._token is not None or self._given.over:
+        if self._tokens is not None or self._given.over:
             raise UsageError("this work was entered before; take the next one")
-        self._token = enter(self._given.run)
+        # The block is where a handler would be: the inbox and its store know by these variables what goes on.
+        self._tokens = [(variable, variable.set(value)) for variable, value in self._given.context]
         return self._given.message, self._given.tx
 
     def __aexit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: object
     ) -> Awaitable[None]:
         """Done when the block ends; undone when it leaves the loop, by an error, `break` or `return`."""
-        leave(self._token)
+        for variable, token in reversed(self._tokens or ()):
+            with suppress(ValueError):  # in a generator, which may be ended by another task
+                variable.reset(token)
         if error is None and leaves_loop(sys._getframe(1)):  # noqa: SLF001 - see there
             return self._given.abandon()
         return self._given.end(error)
@@ -63,7 +66,9 @@ class Given:
         self._left: asyncio.Future[None] = loop.create_future()
         self.message: Any = None
         self.tx: Any = None
-        self.run: Any = None
+        self.context: list[tuple[ContextVar[Any], Any]] = []
+        """What is set for a handler."""
+        self._outside = copy_context()
         one = Options(given=self._handle, share=options.share, poll_interval=options.poll_interval)
         self._task: asyncio.Task[Slot | None] = asyncio.ensure_future(crew.dispatch(one))
 
@@ -74,8 +79,13 @@ class Given:
     async def _handle(self, message: Message[Any], tx: Any) -> None:
         if self._entered.done():
             raise UsageError("a block runs once")
-        run = current_or_none()
-        self.message, self.tx, self.run = message, tx, run if isinstance(run, Current) else None
+        outside = self._outside
+        self.message, self.tx = message, tx
+        self.context = [
+            (variable, value)
+            for variable, value in copy_context().items()
+            if variable not in outside or outside[variable] is not value
+        ]
         self._entered.set_result(None)
         await self._left
 
@@ -129,6 +139,7 @@ async def works(crew: Crew, options: Options, stop: asyncio.Event) -> AsyncItera
     ear = crew.bell.ear()
     try:
         while not stop.is_set():
+            crew.check_open()
             ear.clear()
             given = Given(crew, options)
             if not await given.begin():

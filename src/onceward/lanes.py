@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from onceward.keys import look_up
+from onceward.errors import InvalidMessage, UsageError
+from onceward.keys import MAX_KEY, look_up
 from onceward.message import Message
 
 
@@ -25,6 +26,23 @@ class Lane(msgspec.Struct, frozen=True):
         return self.pick(message, key)
 
 
+def check(name: object) -> str | None:
+    """What any strategy returned: a string that can be kept, or None."""
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise InvalidMessage(f"the lane strategy returned {type(name).__name__}, not a string or None")
+    if "\0" in name:
+        raise InvalidMessage("the lane contains a NUL character, which databases cannot store")
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidMessage("the lane contains a lone surrogate and is not valid Unicode") from error
+    if size > MAX_KEY:
+        raise InvalidMessage(f"the lane has {size} bytes; {MAX_KEY} are allowed. Use a hash of it.")
+    return name if type(name) is str else str.__str__(name)
+
+
 LaneLike: TypeAlias = "Lane | Callable[[Message[Any]], str | None]"
 
 
@@ -33,6 +51,8 @@ def of(strategy: LaneLike | None) -> Lane:
         return by_stream
     if isinstance(strategy, Lane):
         return strategy
+    if not callable(strategy):
+        raise UsageError(f"lane= takes a strategy of onceward.lanes or a function, not {strategy!r}")
     return Lane(getattr(strategy, "__qualname__", "lane"), lambda message, _key: strategy(message))
 
 

@@ -33,6 +33,8 @@ from onceward.errors import (
     TryLater,
     UsageError,
 )
+from onceward.handlers import Handler
+from onceward.message import Message
 from onceward.outcome import Kind, Outcome
 from onceward.queue import Closing, DoneLine, FailedLine, LaneEnd, Then
 from onceward.retention import milliseconds
@@ -110,6 +112,22 @@ class Lease:
             await unit.commit()
         self.completed = True
 
+    async def seen_before(self) -> bool:
+        """What the inbox's hook says, in a transaction like that of `complete`."""
+        hook = self._settings.intake.seen_before
+        if hook is None:
+            return False
+        slot, lane = self._slot, self._slot.queued.lane
+        async with self._settler.plain_unit() as unit:
+            if lane not in await unit.hold_lanes(self._owner, [lane]):
+                self._lost = True
+                raise LeaseLost
+            if self._settings.on_begin is not None:
+                await self._settings.on_begin(unit.tx, slot.message)
+            seen = bool(await hook(unit.tx, slot.message))
+            await unit.rollback()
+        return seen
+
     async def keep_result(self, result: Any) -> None:
         """What a handler returned after it had completed: for duplicates, and no more than that."""
         self.result = result
@@ -127,14 +145,14 @@ async def run_leased(settler: Settler[Any], settings: Settings, owner: str, slot
     lease = Lease(settler, settings, owner, slot, handler.lease)
     began = perf_counter()
     run = Current(record.identity, handler.name, slot.attempts, slot.attempts > 1 or record.started > 0, record.origin)
-    token, beat = enter(run), None
+    token, beat, kind = enter(run), None, Kind.PROCESSED
     try:
         await lease.extend()
         beat = asyncio.ensure_future(lease.heartbeat())
-        async with asyncio.timeout(handler.timeout):
-            result = handler.call_with(slot.message, lease)
-            if isawaitable(result):
-                result = await result
+        if await lease.seen_before():
+            result, kind = None, Kind.DUPLICATE
+        else:
+            result = await _called(handler, slot.message, lease)
         slot.duration_ms = (perf_counter() - began) * 1000
         if not lease.completed:
             lease.result = result
@@ -153,8 +171,20 @@ async def run_leased(settler: Settler[Any], settings: Settings, owner: str, slot
         leave(token)
         if beat is not None:
             beat.cancel()
-    slot.outcome = Outcome(Kind.PROCESSED, result=lease.result, attempts=slot.attempts, duration_ms=slot.duration_ms)
+    slot.outcome = Outcome(kind, result=lease.result, attempts=slot.attempts, duration_ms=slot.duration_ms)
     return slot
+
+
+async def _called(handler: Handler, message: Message[Any], lease: Lease) -> Any:
+    patience = asyncio.timeout(handler.timeout)
+    try:
+        async with patience:
+            result = handler.call_with(message, lease)
+            return await result if isawaitable(result) else result
+    except TimeoutError as error:
+        if not patience.expired():
+            raise
+        raise HandlerTimeout(f"{handler.name} did not end within {handler.timeout:g} s") from error
 
 
 async def _failed(
@@ -173,7 +203,7 @@ async def _failed(
         async def give_back() -> None:
             with suppress(OncewardError):
                 async with settler.plain_unit() as unit:
-                    if slot.marked:
+                    if slot.marked and lane in await unit.extend(owner, [lane], 1.0):
                         await unit.unmark_start(record.identity)
                     await unit.release(owner, [lane])
 
@@ -184,10 +214,8 @@ async def _failed(
             raise error
         slot.outcome = Outcome(Kind.BUSY, error=error)
         return
-    if isinstance(error, TimeoutError) and slot.handler is not None and slot.handler.timeout is not None:
-        error = HandlerTimeout(f"{slot.handler.name} did not end within {slot.handler.timeout:g} s")
-    retry = (slot.handler.retry if slot.handler is not None else None) or settings.retry
     crashes = max(0, record.started - slot.marked)
+    retry = (slot.handler.retry if slot.handler is not None else None) or settings.retry
     dead = isinstance(error, (Reject, HandlerEndedTransaction)) or retry.exhausted(slot.attempts + crashes)
     delay = None
     if not dead:

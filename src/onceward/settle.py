@@ -61,9 +61,9 @@ class Settler(Generic[Tx]):
     def listening(self, consumer: str, ring: Callable[[], None]) -> AbstractAsyncContextManager[None]:
         return self._store.listening(consumer, ring)
 
-    def plain_unit(self) -> AbstractAsyncContextManager[Any]:
+    def plain_unit(self, *, read_only: bool = False) -> AbstractAsyncContextManager[Any]:
         """A unit for the queue, without the user's `on_begin`: it is not about one message."""
-        return self._store.unit(wait=self._wait)
+        return self._store.unit(wait=self._wait, read_only=read_only)
 
     def reading(self, message: Message[Any], tx: Any) -> AbstractAsyncContextManager[Unit[Any]]:
         """To look something up: in the caller's transaction, or what is committed."""

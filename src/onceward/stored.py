@@ -13,7 +13,7 @@ import msgspec
 
 from onceward import events
 from onceward.accept import Acceptor, asked
-from onceward.errors import InboxClosed, NotDead, OncewardError, UsageError
+from onceward.errors import InboxClosed, InvalidMessage, NotDead, OncewardError, UsageError
 from onceward.handlers import bulk_handler_of
 from onceward.intake import Intake
 from onceward.iterate import Work, works
@@ -21,6 +21,7 @@ from onceward.keys import KeyLike
 from onceward.message import Message, check_position
 from onceward.outcome import Kind, Outcome
 from onceward.record import Record
+from onceward.retention import LONGEST
 from onceward.retry import RetryPolicy
 from onceward.settle import Settler
 from onceward.stats import QueueStats
@@ -59,7 +60,8 @@ class Health(msgspec.Struct, frozen=True):
 
 
 STUCK = 60.0
-"""Seconds. Workers that did nothing for longer, not even look for work, are stuck, or in a very long handler."""
+"""Seconds. Workers that did nothing for longer, not even look for work, are stuck, or in a very long handler without
+a lease."""
 
 
 class StoredInbox(Generic[Tx]):
@@ -77,7 +79,7 @@ class StoredInbox(Generic[Tx]):
         options: StoredOptions,
         on_begin: Callable[..., Any] | None,
     ) -> None:
-        check_position(options.first_position)
+        _check(options, intake.retry)
         self._acceptor = Acceptor(intake, settler, bus, strict=options.strict, first=options.first_position)
         self._bell = Bell()
         settings = Settings(
@@ -265,7 +267,7 @@ class StoredInbox(Generic[Tx]):
         """What is in the queue: pending, ready, running, retrying, waiting and for what, blocked by a dead letter."""
         if not self._open:
             raise InboxClosed
-        async with self._crew.unit() as unit:
+        async with self._crew.unit(read_only=True) as unit:
             stats: QueueStats = await unit.queue_stats(self.consumer)
         return stats
 
@@ -277,14 +279,16 @@ class StoredInbox(Generic[Tx]):
         try:
             if not self._open:
                 raise InboxClosed
-            async with asyncio.timeout(5.0), self._crew.unit() as unit:
+            async with asyncio.timeout(5.0), self._crew.unit(read_only=True) as unit:
                 await unit.now()
         except (OncewardError, TimeoutError, OSError) as problem:
             error = f"{type(problem).__name__}: {problem}"
-        stuck = idle_for is not None and idle_for > STUCK
+        stuck = idle_for is not None and idle_for > STUCK and self._crew.leased < workers
         return Health(error is None and not stuck, error is None, workers, idle_for, error)
 
     async def _close_stored(self) -> None:
+        self._crew.closed = True
+        self._bell.ring()
         with suppress(Exception):
             await self._herald.close()
 
@@ -295,7 +299,31 @@ def _options(
     if handler is not None and bulk is not None:
         raise UsageError("give either a handler, or a bulk handler")
     many = None if bulk is None else bulk_handler_of(bulk)
-    options = Options(given=handler, bulk=many, share=check_share(share), **numbers)
-    if options.concurrency < 1 or options.batch < 1 or options.poll_interval <= 0 or options.grace < 0:
-        raise UsageError("concurrency and batch are at least 1, poll_interval is above 0, grace is not negative")
-    return options
+    for name in ("concurrency", "batch"):
+        if type(numbers[name]) is not int or numbers[name] < 1:
+            raise UsageError(f"{name}={numbers[name]!r}: it is a whole number, at least 1")
+    for name in ("poll_interval", "grace"):
+        if not _is_time(numbers[name]) or (name == "poll_interval" and not numbers[name]):
+            raise UsageError(
+                f"{name}={numbers[name]!r}: it is a number of seconds, not negative; poll_interval above 0"
+            )
+    return Options(given=handler, bulk=many, share=check_share(share), **numbers)
+
+
+def _check(options: StoredOptions, retry: object) -> None:
+    try:
+        check_position(options.first_position)
+    except InvalidMessage as error:
+        raise UsageError(f"first_position: {error}") from error
+    timeout, freeze_after = options.dependency_timeout, options.freeze_after
+    if timeout is not None and not (isinstance(timeout, timedelta) and timedelta(0) <= timeout <= LONGEST):
+        raise UsageError(f"dependency_timeout={timeout!r}: it is a timedelta of at most a thousand years, or None")
+    if freeze_after is not None and not (_is_time(freeze_after) and freeze_after):
+        raise UsageError(f"freeze_after={freeze_after!r}: it is a number of seconds, above 0, or None")
+    if retry is not None and not isinstance(retry, RetryPolicy):
+        raise UsageError(f"retry={retry!r}: it is a RetryPolicy, such as RetryPolicy(max_attempts=5)")
+
+
+def _is_time(value: object) -> bool:
+    """In seconds. Neither NaN nor a word."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0

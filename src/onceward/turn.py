@@ -124,7 +124,7 @@ class Slot(msgspec.Struct, eq=False):
     counted: bool = True
     """As an attempt."""
     marked: int = 0
-    """1 where its start was marked by us, and its handler runs without a transaction."""
+    """1: its start was marked by us, which is no crash; it runs without a transaction."""
 
     @property
     def identity(self) -> str:
@@ -214,8 +214,8 @@ class Turn:
     # --- what may run ---------------------------------------------------------------------------------------
 
     async def _sort(self) -> list[Slot]:
-        """What is not plainly to be run is judged only as the first of its lane: before that nobody knows how what comes
-        before it ends. So it has to wait for the next turn, with all that is behind it."""
+        """What is not plainly to be run is judged only as the first of its lane: before that nobody knows how what
+        comes before it ends. So it has to wait for the next turn, with all that is behind it."""
         runnable: list[Slot] = []
         begun: set[bytes] = set()
         left: set[bytes] = set()
@@ -389,8 +389,7 @@ class Turn:
         try:
             if settings.on_begin is not None:
                 await settings.on_begin(unit.tx, message)
-            hook = settings.intake.seen_before
-            if hook is not None and await hook(unit.tx, message):
+            if await self._seen_before(slot):
                 result, kind = None, Kind.DUPLICATE
             else:
                 result, kind = await self._called(handler, message), Kind.PROCESSED
@@ -402,6 +401,10 @@ class Turn:
             leave(token)
         slot.outcome = Outcome(kind, result=result, attempts=slot.attempts, duration_ms=slot.duration_ms)
         self._slots.append(slot)
+
+    async def _seen_before(self, slot: Slot) -> bool:
+        hook = self._settings.intake.seen_before
+        return hook is not None and bool(await hook(self._unit.tx, slot.message))
 
     async def _called(self, handler: Handler, message: Message[Any]) -> Any:
         given = handler.call(message, self._unit.tx)
@@ -496,14 +499,19 @@ class Turn:
         try:
             if settings.on_begin is not None:
                 await settings.on_begin(unit.tx, part[0].message)
+            seen = [slot for slot in part if await self._seen_before(slot)]
+            part = [slot for slot in part if slot not in seen]
             messages = [slot.handler.decoded(slot.message) for slot in part if slot.handler is not None]
-            results = await bulk.run(messages, unit.tx)
+            results = await bulk.run(messages, unit.tx) if messages else ()
             encoded = [None if one is None else codec.encode(one, "result", ResultInvalid) for one in results]
             if not unit.stands and not unit.lost:
                 raise HandlerEndedTransaction
             await unit.savepoint()
         finally:
             leave(token)
+        for slot in seen:
+            slot.outcome = Outcome(Kind.DUPLICATE, attempts=slot.attempts)
+            self._slots.append(slot)
         duration_ms = (perf_counter() - began) * 1000
         for slot, result, code in zip(part, results, encoded, strict=True):
             slot.encoded, slot.duration_ms = code, duration_ms

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from onceward import events
-from onceward.errors import CommitUnknown, OncewardError, StoreUnavailable, TryLater, UsageError
+from onceward.errors import CommitUnknown, InboxClosed, OncewardError, StoreUnavailable, TryLater, UsageError
 from onceward.handlers import BulkHandler
 from onceward.lease import run_leased
 from onceward.outcome import Kind, Outcome
@@ -110,10 +110,18 @@ class Crew:
         self._looked = 0.0
         self.running = 0
         """Workers."""
+        self.leased = 0
+        """Workers in a leased handler, which may take as long as it likes."""
+        self.closed = False
+        """The inbox is: whoever works on its queue ends."""
         self.last_step = monotonic()
 
-    def unit(self) -> AbstractAsyncContextManager[Any]:
-        return self._settler.plain_unit()
+    def unit(self, *, read_only: bool = False) -> AbstractAsyncContextManager[Any]:
+        return self._settler.plain_unit(read_only=read_only)
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise InboxClosed("the inbox was closed while it was worked on; stop its workers first")
 
     # --- one step -------------------------------------------------------------------------------------------
 
@@ -132,37 +140,40 @@ class Crew:
         """Claim, and take turns with what was claimed."""
         self.last_step = monotonic()
         owner = f"{self._settings.intake.host}#{token_hex(6)}"
-        leased: Slot | None = None
+        step, leased = Step([]), None
         try:
             async with self._settler.plain_unit() as unit:
                 await self._give_back_left(unit)
                 await self._wake_overdue(unit)
-                step, leased = await self._claim(unit, owner, options, lanes=lanes, most=most)
+                leased = await self._claim(unit, owner, options, lanes=lanes, most=most, step=step)
         except BaseException:
             if leased is not None:
                 await finish(self._put_off(owner, leased))
             raise
+        finally:
+            self._tell(step.slots)  # they are committed, whatever became of the rest
         if leased is not None:
-            step.slots += await self._leased(owner, leased)
-        self._tell(step.slots)
+            ran = await self._leased(owner, leased)
+            self._tell(ran)
+            step.slots += ran
         return step
 
     async def _claim(
-        self, unit: QueueUnit[Any], owner: str, options: Options, *, lanes: int, most: int
-    ) -> tuple[Step, Slot | None]:
+        self, unit: QueueUnit[Any], owner: str, options: Options, *, lanes: int, most: int, step: Step
+    ) -> Slot | None:
         """What was claimed is worked on or given back, whatever happens."""
         consumer, claims = self._settings.intake.consumer, list[LaneClaim]()
 
         async def claim() -> None:
-            claims.extend(
-                await unit.claim_lanes(consumer, owner, most=lanes, lease=CLAIM_LEASE, share=options.share)
-            )
+            claims.extend(await unit.claim_lanes(consumer, owner, most=lanes, lease=CLAIM_LEASE, share=options.share))
 
         try:
             await finish(claim())
             if not claims:
-                return Step([], due=await unit.due_in(consumer, options.share)), None
-            return await self._turns(unit, owner, claims, options, most)
+                step.due = await unit.due_in(consumer, options.share)
+                return None
+            step.claimed = [claim.lane for claim in claims]
+            return await self._turns(unit, owner, claims, options, most=most, step=step)
         except SystemExit:
             raise  # a handler ends the process: as any crash, so that one which always does is found out
         except BaseException:
@@ -176,9 +187,11 @@ class Crew:
         if not self.limits.enter(handler):  # the turn that has found it is over, and has left
             await finish(self._put_off(owner, slot, CROWDED_PAUSE))
             return []
+        self.leased += 1
         try:
             return [await run_leased(self._settler, self._settings, owner, slot)]
         finally:
+            self.leased -= 1
             self.limits.leave(handler)
 
     async def _put_off(self, owner: str, slot: Slot, delay: float = 0.0) -> None:
@@ -190,11 +203,12 @@ class Crew:
                 await unit.release(owner, [slot.queued.lane], delay=delay)
 
     async def _turns(
-        self, unit: QueueUnit[Any], owner: str, claims: Sequence[LaneClaim], options: Options, most: int
-    ) -> tuple[Step, Slot | None]:
+        self, unit: QueueUnit[Any], owner: str, claims: Sequence[LaneClaim], options: Options, *, most: int, step: Step
+    ) -> Slot | None:
+        """What is settled goes into the step; what is to be run with a lease comes back."""
         sound = [claim.lane for claim in claims if claim.claims == 1]
         suspect = [claim.lane for claim in claims if claim.claims > 1]
-        step, leased = Step([], claimed=[claim.lane for claim in claims]), None
+        leased: Slot | None = None
         later: list[bytes] = []  # one lease at a time
         for lanes, number in self._groups(sound, most):
             for turn, slots in await self._together(unit, owner, lanes, options, number):
@@ -218,7 +232,7 @@ class Crew:
             if leased is not None and leased.marked:
                 await finish(self._unmark(unit, leased.queued.record.identity))
             raise
-        return step, leased
+        return leased
 
     def _groups(self, lanes: list[bytes], most: int) -> list[tuple[list[bytes], int]]:
         """What shares a transaction, and how many messages of each lane."""
@@ -381,6 +395,7 @@ class Crew:
         self.running += 1
         try:
             while not stop.is_set():
+                self.check_open()
                 ear.clear()
                 began = monotonic()
                 try:

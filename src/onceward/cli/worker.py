@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+from inspect import isfunction, signature
 from typing import Any
 
 from onceward.cli.common import Commands, command
@@ -41,7 +42,10 @@ def add(commands: Commands) -> None:
         "--poll-interval", metavar="SECONDS", type=float, default=1.0,
         help="between two looks when nobody calls (default: 1)",
     )  # fmt: skip
-    parser.add_argument("--log-level", metavar="LEVEL", default="INFO", help="of the log on stderr (default: INFO)")
+    parser.add_argument(
+        "--log-level", metavar="LEVEL", type=str.upper, choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
+        default="INFO", help="of the log on stderr: DEBUG, INFO, WARNING, ERROR or CRITICAL (default: INFO)",
+    )  # fmt: skip
     parser.set_defaults(run=_run)
 
 
@@ -70,7 +74,11 @@ def inbox_of(app: str) -> Inbox[Any]:
         if not hasattr(found, part):
             raise UsageError(f"{module_name} has no {name!r}")
         found = getattr(found, part)
-    if callable(found) and not isinstance(found, Inbox):
+    if isfunction(found):
+        try:
+            signature(found).bind()
+        except TypeError as error:
+            raise UsageError(f"{app} cannot be called without arguments to give an Inbox: {error}") from error
         found = found()
     if not isinstance(found, Inbox):
         raise UsageError(f"{app} is a {type(found).__name__}, not an Inbox")
@@ -78,7 +86,7 @@ def inbox_of(app: str) -> Inbox[Any]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.basicConfig(level=arguments.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     inbox = inbox_of(arguments.app)
     asyncio.run(_work(inbox, arguments))
     return 0
