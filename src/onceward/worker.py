@@ -378,9 +378,11 @@ class Crew:
 
     async def _work(self, options: Options, stop: asyncio.Event) -> None:
         ear, pace, trouble = self.bell.ear(), Pace(options.batch), 0
+        task = asyncio.current_task()
         self.running += 1
         try:
-            while not stop.is_set():
+            # A cancellation may be lost on its way: a handler swallows it, or a driver that hears of a lost connection.
+            while not stop.is_set() and not (task is not None and task.cancelling()):
                 ear.clear()
                 began = monotonic()
                 try:
