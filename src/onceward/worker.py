@@ -157,9 +157,7 @@ class Crew:
         consumer, claims = self._settings.intake.consumer, list[LaneClaim]()
 
         async def claim() -> None:
-            claims.extend(
-                await unit.claim_lanes(consumer, owner, most=lanes, lease=CLAIM_LEASE, share=options.share)
-            )
+            claims.extend(await unit.claim_lanes(consumer, owner, most=lanes, lease=CLAIM_LEASE, share=options.share))
 
         try:
             await finish(claim())
