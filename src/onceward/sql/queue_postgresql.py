@@ -61,7 +61,8 @@ def claim_lanes(
         result = yield _shared(dialect, "queue_claim", {**params, "since": None}, share)
     if since is None:
         mark.looked = monotonic()
-    mark.since = result.rows[0]["first_due"] if result.rows else None
+    # Where there was less than asked for there is no backlog, and what comes next is looked for once and not twice.
+    mark.since = result.rows[0]["first_due"] if len(result.rows) == most else None
     return [LaneClaim(bytes(row["lane"]), row["claims"]) for row in result.rows]
 
 
