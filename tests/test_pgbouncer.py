@@ -24,7 +24,9 @@ from onceward import Inbox, Message, StoreUnavailable, Verdict, verdict_of
 from onceward.connect import store_from_url
 from onceward.errors import UsageError
 from onceward.outcome import Kind
-from onceward.testing import StoreContract
+from onceward.testing.contract.batches import BatchContract
+from onceward.testing.contract.crashes import CrashContract
+from onceward.testing.contract.failures import FailureContract
 from onceward.testing.contract.racing import RacingContract
 from onceward.testing.contract.transactions import TransactionContract
 from onceward.testing.lab import Gate, Recorder
@@ -56,8 +58,8 @@ def either_lab(request: pytest.FixtureRequest) -> BouncedLab:
 
 
 @pytest.mark.slow
-class TestAsyncpg(StoreContract):
-    """The whole suite."""
+class TestAsyncpg(TransactionContract, RacingContract, FailureContract, BatchContract, CrashContract):
+    """All that is about connections, transactions and statements."""
 
     @pytest.fixture
     def lab(self, asyncpg_lab: BouncedAsyncpgLab) -> BouncedAsyncpgLab:

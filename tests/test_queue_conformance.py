@@ -46,12 +46,6 @@ class TestSqlAlchemyAsyncpg(AcceptContract, DispatchContract):
         return sqlalchemy_asyncpg_lab
 
 
-class TestSqlAlchemyPsycopg(AcceptContract, DispatchContract):
-    @pytest.fixture
-    def lab(self, sqlalchemy_psycopg_lab: SqlAlchemyPostgresLab) -> Lab:
-        return sqlalchemy_psycopg_lab
-
-
 class TestSqlAlchemyAiosqlite(AcceptContract, DispatchContract):
     @pytest.fixture
     def lab(self, aiosqlite_lab: AiosqliteLab) -> Lab:

@@ -18,7 +18,7 @@ from onceward.record import Decision, Failure, Record, State, decide
 from onceward.retry import RetryPolicy
 from onceward.stats import QueueStats
 from onceward.store import ClaimLine, Sweepable
-from onceward.testing import AiosqliteLab, Lab, PostgresLab, PsycopgLab, SqlAlchemyPostgresLab, SqliteLab
+from onceward.testing import AiosqliteLab, Lab, PostgresLab, PsycopgLab, SqliteLab
 from tests.queue_tools import (
     CONSUMER,
     Queue,
@@ -726,9 +726,3 @@ class TestPsycopg(QueueUnits):
     @pytest.fixture
     def lab(self, psycopg_lab: PsycopgLab) -> Lab:
         return psycopg_lab
-
-
-class TestSqlAlchemyAsyncpg(QueueUnits):
-    @pytest.fixture
-    def lab(self, sqlalchemy_asyncpg_lab: SqlAlchemyPostgresLab) -> Lab:
-        return sqlalchemy_asyncpg_lab
