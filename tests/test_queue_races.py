@@ -254,3 +254,53 @@ async def test_a_hot_lane(queue: Queue, kind: str) -> None:
         ended.set()
         await asyncio.gather(*workers)
     assert ran == Counter(f"{stream}-{n}" for stream in streams for n in range(1, 26))
+
+
+async def test_a_worker_outlives_timeouts_of_its_role(postgres_lab: PostgresLab, caller: asyncpg.Connection) -> None:
+    """Somebody has a table to itself for longer than `lock_timeout`: a VACUUM FULL, a migration."""
+    store = AsyncpgStore(postgres_lab.url, server_settings={"lock_timeout": "50ms"})
+    inbox, ran = await postgres_lab.inbox(store=store), asyncio.Event()
+
+    async def handler(message: Any) -> None:
+        ran.set()
+
+    async with inbox.worker(handler, poll_interval=0.05) as worker:
+        async with caller.transaction():
+            await caller.execute("LOCK TABLE onceward_lanes")
+            await asyncio.sleep(0.5)
+            assert worker.running
+        await inbox.accept(postgres_lab.message())
+        await asyncio.wait_for(ran.wait(), 20)
+
+
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+async def test_the_default_level_of_a_role_does_not_matter(postgres_lab: PostgresLab, level: str) -> None:
+    store = AsyncpgStore(postgres_lab.url, server_settings={"default_transaction_isolation": level})
+    inbox, ran = await postgres_lab.inbox(store=store), Counter[str]()
+
+    async def handler(message: Any) -> None:
+        ran[message.id] += 1
+
+    async def accepting(some: int) -> None:
+        for number in range(40):
+            id_ = f"{some}-{number}"
+            await inbox.accept(postgres_lab.message(id_, stream=f"s{number % 5}", position=number * 10 + some))
+
+    async with inbox.worker(handler, concurrency=3) as worker:
+        await asyncio.gather(*map(accepting, range(4)))
+        async with asyncio.timeout(20):
+            while len(ran) < 160:
+                await asyncio.sleep(0.01)
+        assert worker.running
+    assert set(ran.values()) == {1}
+
+
+async def test_workers_give_back_together_what_was_left(postgres_lab: PostgresLab) -> None:
+    """After the database was away each of them finds it, and none of them falls over it."""
+    inbox, rounds = await postgres_lab.inbox(), 20
+    crew = inbox._crew
+    await asyncio.gather(*(inbox.queue_stats() for _ in range(4)))  # a connection for each
+    for _ in range(rounds):
+        crew._left.append(("somebody", [bytes(16)]))
+        await asyncio.gather(*(inbox.dispatch(lambda message: None) for _ in range(4)))
+        assert crew._left == []

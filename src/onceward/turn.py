@@ -214,8 +214,8 @@ class Turn:
     # --- what may run ---------------------------------------------------------------------------------------
 
     async def _sort(self) -> list[Slot]:
-        """What is not plainly to be run is judged only as the first of its lane: before that nobody knows how what
-        comes before it ends. So it has to wait for the next turn, with all that is behind it."""
+        """What may run. Anything else is judged only as the first of its lane, when it is known how what comes before
+        it has ended: until then it waits for another turn, with all that is behind it."""
         runnable: list[Slot] = []
         begun: set[bytes] = set()
         left: set[bytes] = set()

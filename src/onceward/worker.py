@@ -39,6 +39,9 @@ OVERDUE_EVERY = 1.0
 """Seconds between two looks for dependencies that did not come in time."""
 TAKEN_PAUSE = 0.05
 """Seconds that a worker rests when a lane is due that it cannot have: somebody has locked it."""
+PASSING = ("26000", "40", "53", "55P03", "57014")
+"""SQLSTATEs of PostgreSQL: a handler made it forget what was prepared; deadlock or serialization failure; out of
+connections, memory or disk; lock_timeout; statement_timeout. Of our own statements: those of handlers are attempts."""
 LONG = 0.5
 """Seconds. After a turn that took longer, the next one is smaller; after a quick one that was full it is larger."""
 
@@ -392,15 +395,19 @@ class Crew:
 
     async def _work(self, options: Options, stop: asyncio.Event) -> None:
         ear, pace, trouble = self.bell.ear(), Pace(options.batch), 0
+        task = asyncio.current_task()
         self.running += 1
         try:
-            while not stop.is_set():
+            # A cancellation may be lost on its way: a handler swallows it, or a driver that hears of a lost connection.
+            while not stop.is_set() and not (task is not None and task.cancelling()):
                 self.check_open()
                 ear.clear()
                 began = monotonic()
                 try:
                     step = await self.step(options, lanes=pace.size, most=pace.size)
-                except (StoreUnavailable, CommitUnknown, TryLater, InFlight, Again) as error:
+                except Exception as error:
+                    if not _passes(error):
+                        raise
                     trouble += 1
                     _log.warning("a worker of %s pauses: %s", self._settings.intake.consumer, error)
                     await self._rest(ear, min(5.0, 0.05 * 2**trouble) * (0.5 + random.random()))  # noqa: S311
@@ -422,6 +429,19 @@ class Crew:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await ear.wait()
+
+
+def _passes(error: BaseException | None) -> bool:
+    """Whether it is the database that has trouble, and not for ever. SQLAlchemy keeps the driver's error as cause."""
+    if isinstance(error, (StoreUnavailable, CommitUnknown, TryLater, InFlight, Again)):
+        return True
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if str(getattr(error, "sqlstate", None)).startswith(PASSING):
+            return True
+        seen.add(id(error))
+        error = error.__cause__
+    return False
 
 
 async def _gathered(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -40,8 +40,9 @@ class UpkeepContract:
         assert abs(stats.oldest - (oldest.processed_at or stats.oldest)) < timedelta(minutes=1)
         assert stats == Stats(
             consumer="billing", total=9, last_day=7, last_hour=7, oldest=stats.oldest,
-            accepted=1, running=1, processed=4, failed=1, dead=1, discarded=1,
+            accepted=1, running=1, processed=4, failed=1, dead=1, discarded=1, queue=stats.queue,
         )  # fmt: skip
+        assert (stats.queue.pending, stats.queue.lanes, stats.queue.dead) == (0, 0, 0), "nothing of it was accepted"
 
     async def test_records_are_listed_by_state_the_oldest_first(self, lab: Lab) -> None:
         inbox = await lab.inbox()

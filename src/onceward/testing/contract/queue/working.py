@@ -420,6 +420,23 @@ class WorkContract:
             await started.wait()
         assert cleaned == ["m"]
 
+    async def test_a_handler_that_swallows_the_cancellation_does_not_keep_the_worker(self, lab: Lab) -> None:
+        inbox, inside = await lab.inbox(), asyncio.Event()
+
+        async def deaf(message: Message[Any], tx: Any) -> None:
+            inside.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            await lab.write(tx, message.id)
+
+        await inbox.accept(lab.message("m"))
+        running = asyncio.ensure_future(inbox.run(deaf))
+        await inside.wait()
+        running.cancel()
+        await asyncio.wait([running], timeout=10)
+        assert running.done()
+        assert await lab.effects() == ["m"]
+
     async def test_an_error_in_the_block_stops_the_worker_too(self, lab: Lab) -> None:
         inbox, before = await lab.inbox(), asyncio.all_tasks()
         with pytest.raises(ValueError, match="no"):
