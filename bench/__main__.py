@@ -49,10 +49,11 @@ QUESTIONS: dict[str, Question] = {
 WITHOUT_POSTGRES = {"sqlite", "events", "stored-sqlite"}
 
 EXAMPLES = """examples:
-  make bench                                     all questions, about six minutes
-  make bench ARGS=--quick                        all questions, about one minute
+  make bench                                     all questions, about half an hour
+  make bench ARGS=--quick                        all questions, about four minutes
   python -m bench --only single --only sqlite    two of them
   python -m bench --only duplicates --known 10000000
+  python -m bench --only growth --quick          a thousandth of the promised rows
   ONCEWARD_TEST_POSTGRES=postgresql://... python -m bench    on a server of yours, in databases of its own
 """
 

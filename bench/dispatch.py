@@ -21,10 +21,11 @@ from bench.accept import FLOOR, PEER, opened
 from bench.batches import BATCH
 from bench.messages import new_messages
 from bench.questions import Facts, World
+from bench.queues import onceward_
 from bench.queues.base import MISSING, Kind, Queue, Tally
 from bench.queues.onceward_ import OncewardQueue
 from bench.rounds import Stage, Variant
-from bench.stored import Yard, dispatching, of_streams, running, yard
+from bench.stored import Yard, by_order, dispatching, of_lanes, of_streams, running, yard
 from onceward import Message
 
 PATIENCE = 5.0
@@ -49,8 +50,9 @@ async def single(place: Yard, workers: int, *, write: bool) -> AsyncGenerator[St
 
 async def loops(place: Yard, *, write: bool) -> AsyncGenerator[Stage, None]:
     async with AsyncExitStack() as stack:
-        queues = await opened(place, stack, 2)
+        queues = await opened(place, stack, 4)
         ours, hand, them, other = (queues.get(name) for name in ("onceward", FLOOR, PEER, "pgqueuer"))
+        lanes = await stack.enter_async_context(onceward_.opened(place.dsn, 4, lane=by_order))
         assert isinstance(ours, OncewardQueue)
         assert hand is not None
         floors = ("by hand", "ascetic-ddd")
@@ -66,6 +68,10 @@ async def loops(place: Yard, *, write: bool) -> AsyncGenerator[Stage, None]:
             running("onceward, streams", ours, floors, write=write, make=of_streams, about=fast),
             running("onceward, bulk", ours, (*floors, "by hand, 100"), write=write, about=10_000,
                     runs=partial(ours.run_bulk, write=write)),
+            running("onceward, bulk, 4", ours, (*floors, "by hand, 100"), write=write, about=10_000,
+                    runs=partial(ours.run_bulk, write=write, workers=4)),
+            running("onceward, bulk, 4, lanes", lanes, (*floors, "by hand, 100"), write=write, about=10_000,
+                    make=of_lanes, runs=partial(lanes.run_bulk, write=write, workers=4)),
         ]  # fmt: skip
         yield _stage(place, "run", 1, variants, write=write)
 

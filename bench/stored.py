@@ -11,13 +11,15 @@ from typing import Any
 from uuid import uuid4
 
 import asyncpg
+import msgspec
 
 from bench import postgres
+from bench.messages import new_messages
 from bench.postgres import Watch
 from bench.queues import by_hand, onceward_
 from bench.queues.base import Kind, Queue, Tally, Work, peers
 from bench.rounds import Step, Variant
-from onceward import Message
+from onceward import Message, lanes
 
 STREAMS = 100
 FULL = 200_000
@@ -101,6 +103,17 @@ def _in_stream(number: int) -> Message[Any]:
     )
 
 
+def of_lanes(number: int) -> list[Message[Any]]:
+    """Messages of a hundred orders without a place in a stream: they run as they come. See `by_order`."""
+    return [
+        msgspec.structs.replace(message, payload={**message.payload, "order": f"o-{index % STREAMS}"})
+        for index, message in enumerate(new_messages(number))
+    ]
+
+
+by_order = lanes.field("order")
+
+
 def dispatching(name: str, queue: Queue, floors: tuple[str, ...] = (), *, write: bool) -> Variant:
     """One message, one transaction, one call."""
 
@@ -170,4 +183,16 @@ def accepting_many(accept: Callable[[list[Message[Any]]], Awaitable[None]]) -> S
     return step
 
 
-__all__ = ["Work", "Yard", "accepting", "accepting_many", "dispatching", "of_streams", "running", "until", "yard"]
+__all__ = [
+    "Work",
+    "Yard",
+    "accepting",
+    "accepting_many",
+    "by_order",
+    "dispatching",
+    "of_lanes",
+    "of_streams",
+    "running",
+    "until",
+    "yard",
+]

@@ -66,7 +66,7 @@ async def set_up(dsn: str) -> None:
 
 
 @asynccontextmanager
-async def opened(dsn: str, connections: int) -> AsyncIterator[OncewardQueue]:
+async def opened(dsn: str, connections: int, **options: Any) -> AsyncIterator[OncewardQueue]:
     store = AsyncpgStore(dsn=dsn, min_size=connections, max_size=connections + 2)
-    async with Inbox(store, consumer=CONSUMER, listeners=(), retry=SOON) as inbox:
+    async with Inbox(store, consumer=CONSUMER, listeners=(), retry=SOON, **options) as inbox:
         yield OncewardQueue(inbox)

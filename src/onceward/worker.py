@@ -51,10 +51,29 @@ class Pace:
     backlog, less where handlers are slow."""
 
     SMALL = 1
+    PAUSE = 16
+    """Turns until long lanes are looked for again."""
 
     def __init__(self, largest: int) -> None:
         self._largest = max(1, largest)
         self.size = min(self.SMALL, self._largest)
+        self._depth = 1
+        """Messages of one lane. Of long lanes fewer are taken, and more of each: a lane costs as much as a message."""
+        self._pause = 0
+
+    @property
+    def lanes(self) -> int:
+        return max(1, self.size // self._depth)
+
+    def found(self, lanes: int, messages: int) -> None:
+        """What there was in a turn."""
+        if messages >= lanes * self._depth:
+            if self._pause:
+                self._pause -= 1
+            else:
+                self._depth = min(self._largest, self._depth * 2)
+        elif messages * 2 <= lanes * self._depth:
+            self._depth, self._pause = max(1, self._depth // 2), self.PAUSE
 
     def after(self, seconds: float, *, full: bool) -> None:
         if seconds > LONG:
@@ -404,7 +423,7 @@ class Crew:
                 ear.clear()
                 began = monotonic()
                 try:
-                    step = await self.step(options, lanes=pace.size, most=pace.size)
+                    step = await self.step(options, lanes=pace.lanes, most=pace.size)
                 except Exception as error:
                     if not _passes(error):
                         raise
@@ -414,7 +433,8 @@ class Crew:
                     continue
                 trouble = 0
                 if step.claimed:
-                    full = step.full or len(step.claimed) >= pace.size
+                    full = step.full or len(step.claimed) >= pace.lanes
+                    pace.found(len(step.claimed), len(step.slots))
                     pace.after(monotonic() - began, full=full)
                     continue
                 pace.idle()
