@@ -11,18 +11,18 @@ import pytest
 from onceward import accept, lanes, lease
 from onceward.accept import Acceptor
 from onceward.identity import digest
-from onceward.queue import LAST, Closing, LaneEnd, QueueLine, Then
+from onceward.queue import LAST, LaneEnd, QueueLine, Then, TurnClosing
 from onceward.sql.store import SqlUnit
 from onceward.testing import Lab
 from tests.mutants import POSTGRES, Mutant, Patch
 
 
-def closing_says(change: Callable[[Closing], Closing]) -> Patch:
+def closing_says(change: Callable[[TurnClosing], TurnClosing]) -> Patch:
     """What a turn came to is written down wrongly."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
         def wrongly(close: Any) -> Any:
-            async def closing_wrongly(self: SqlUnit[Any], closing: Closing, **of_all: Any) -> None:
+            async def closing_wrongly(self: SqlUnit[Any], closing: TurnClosing, **of_all: Any) -> None:
                 await close(self, change(closing), **of_all)
 
             return closing_wrongly
@@ -33,21 +33,21 @@ def closing_says(change: Callable[[Closing], Closing]) -> Patch:
     return apply
 
 
-def a_dead_letter_blocks_nobody(closing: Closing) -> Closing:
+def a_dead_letter_blocks_nobody(closing: TurnClosing) -> TurnClosing:
     ends = [LaneEnd(one.lane) if one.then is Then.BLOCKED else one for one in closing.lanes]
     return msgspec.structs.replace(closing, lanes=ends)
 
 
-def failures_are_not_counted(closing: Closing) -> Closing:
+def failures_are_not_counted(closing: TurnClosing) -> TurnClosing:
     failed = [msgspec.structs.replace(one, counted=False) for one in closing.failed]
     return msgspec.structs.replace(closing, failed=failed)
 
 
-def nobody_remembers_who_waits(closing: Closing) -> Closing:
+def nobody_remembers_who_waits(closing: TurnClosing) -> TurnClosing:
     return msgspec.structs.replace(closing, blocked=())
 
 
-def a_retry_is_due_at_once(closing: Closing) -> Closing:
+def a_retry_is_due_at_once(closing: TurnClosing) -> TurnClosing:
     failed = [msgspec.structs.replace(one, delay=0.0) for one in closing.failed]
     ends = [msgspec.structs.replace(one, delay=0.0) for one in closing.lanes]
     return msgspec.structs.replace(closing, failed=failed, lanes=ends)

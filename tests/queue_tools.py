@@ -15,7 +15,6 @@ from onceward.queue import (
     LAST,
     SHARED,
     BlockedLine,
-    Closing,
     DoneLine,
     FailedLine,
     Kept,
@@ -26,6 +25,7 @@ from onceward.queue import (
     Share,
     Taken,
     Then,
+    TurnClosing,
 )
 from onceward.record import Record, State
 
@@ -122,7 +122,7 @@ class Queue:
             await unit.release("peek", list(lanes))
         return [f"{one.record.key}!" if one.behind else one.record.key for one in taken.messages]
 
-    async def close(self, owner: str, lanes: Iterable[bytes], closing: Closing) -> None:
+    async def close(self, owner: str, lanes: Iterable[bytes], closing: TurnClosing) -> None:
         async with self.unit() as unit:
             assert await unit.hold_lanes(owner, list(lanes)) == set(lanes)
             await unit.close_lanes(closing, consumer=CONSUMER, host="here")
@@ -198,7 +198,7 @@ async def turn(unit: Any, owner: str, lanes: list[bytes], *, most: int = 100, wo
                 ran.append(one.record.key)
                 done.append(done_line(one))
         ends.append(end)
-    closing = Closing(owner, ends, done, failed, blocked, behind)
+    closing = TurnClosing(owner, ends, done, failed, blocked, behind)
     await unit.close_lanes(closing, consumer=CONSUMER, host="here")
     await unit.commit()
     return ran

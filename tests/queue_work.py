@@ -7,7 +7,7 @@ import asyncpg
 from onceward import Inbox, Message
 from onceward.asyncpg import AsyncpgStore
 from onceward.identity import Identity
-from onceward.queue import BlockedLine, Closing, DoneLine, FailedLine, LaneEnd, QueueLine, Then
+from onceward.queue import BlockedLine, DoneLine, FailedLine, LaneEnd, QueueLine, Then, TurnClosing
 
 
 def line(key: str, **fields: object) -> QueueLine:
@@ -38,7 +38,7 @@ async def work_the_queue(store: AsyncpgStore, inbox: Inbox[asyncpg.Connection]) 
             taken = await unit.take_lanes("w", [bytes.fromhex(end.lane) for end in lanes], most=9)
             seqs = {one.lane.hex(): one.seq for one in taken.messages}
             made = {how: [one(seqs[end.lane], end.lane) for end in lanes] for how, one in came_to.items()}  # type: ignore[operator]
-            await unit.close_lanes(Closing("w", lanes, **made), **who)
+            await unit.close_lanes(TurnClosing("w", lanes, **made), **who)
             await unit.commit()
 
     def blocked(position: int) -> object:

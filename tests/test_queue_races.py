@@ -13,7 +13,7 @@ import pytest
 
 from onceward.asyncpg import AsyncpgStore
 from onceward.message import Position
-from onceward.queue import Closing, LaneEnd, Then
+from onceward.queue import LaneEnd, Then, TurnClosing
 from onceward.record import Record, State
 from onceward.testing import PostgresLab
 from tests.queue_tools import CONSUMER, Queue, blocked_line, done_line, identity_of, lane_of, line_of, turn
@@ -117,7 +117,7 @@ async def test_waiting_and_settling_at_once_loses_no_wake_up(queue: Queue, share
         async def wait(one: Any, lane: str) -> None:
             await asyncio.sleep(random.random() * 0.004)
             end = LaneEnd(lane_of(lane).hex(), Then.NEXT if shared else Then.WAIT)
-            await queue.close("w", [lane_of(lane)], Closing("w", [end], [], [], [blocked_line(one)]))
+            await queue.close("w", [lane_of(lane)], TurnClosing("w", [end], [], [], [blocked_line(one)]))
 
         async def come(n: int) -> None:
             await asyncio.sleep(random.random() * 0.004)
@@ -143,10 +143,10 @@ async def test_two_turns_that_wait_for_what_the_other_has_done_do_not_wait_in_a_
             for unit, lane in ((one, lane_of(f"a-{n}")), (two, lane_of(f"b-{n}"))):
                 first, second = (await unit.take_lanes("w", [lane], most=9)).messages
                 closings.append(
-                    Closing("w", [LaneEnd(lane.hex(), Then.WAIT)], [done_line(first)], [], [blocked_line(second)])
+                    TurnClosing("w", [LaneEnd(lane.hex(), Then.WAIT)], [done_line(first)], [], [blocked_line(second)])
                 )
 
-            async def end(unit: Any, closing: Closing) -> None:
+            async def end(unit: Any, closing: TurnClosing) -> None:
                 await unit.close_lanes(closing, consumer=CONSUMER, host="h")
                 await asyncio.sleep(0.01)
                 await unit.commit()
@@ -212,7 +212,7 @@ async def test_an_arrival_is_kept_while_somebody_is_about_to_wait_for_it(
     lanes = list(await queue.claim("w"))
     async with queue.unit() as unit:
         (one,) = (await unit.take_lanes("w", lanes, most=1)).messages
-        closing = Closing("w", [LaneEnd(lane_of("l").hex())], [], [], [blocked_line(one)])
+        closing = TurnClosing("w", [LaneEnd(lane_of("l").hex())], [], [], [blocked_line(one)])
         await unit.close_lanes(closing, consumer=CONSUMER, host="h")
         async with caller.transaction(isolation="repeatable_read"), queue.store.join(caller) as joined:
             assert await joined.claim(needed("stock", 1)) is None

@@ -13,7 +13,7 @@ import pytest
 from onceward import Inbox, Message
 from onceward.errors import HandlerEndedTransaction
 from onceward.message import Position
-from onceward.queue import SHARED, Closing, Kept, LaneEnd, Then
+from onceward.queue import SHARED, Kept, LaneEnd, Then, TurnClosing
 from onceward.record import Decision, Failure, Record, State, decide
 from onceward.retry import RetryPolicy
 from onceward.stats import QueueStats
@@ -198,7 +198,7 @@ class QueueUnits:
             await unit.release("one", [lane])
             assert await unit.mark_start("one", lane, identity_of("o-1")) is None
             await unit.hold_lanes("one", [lane])
-            await unit.close_lanes(Closing("one", [LaneEnd(lane.hex())]), consumer=CONSUMER, host="h")
+            await unit.close_lanes(TurnClosing("one", [LaneEnd(lane.hex())]), consumer=CONSUMER, host="h")
             await unit.commit()
         assert (await queue.look("two", [lane])).lanes == {lane}
         assert 20 < (await queue.due_in() or 0) <= 30.1
@@ -221,7 +221,7 @@ class QueueUnits:
             async with queue.unit() as unit:
                 (one,) = (await unit.take_lanes("w", [lane_of("a")], most=1)).messages
                 assert one.record.key == f"o-{n}"
-                closing = Closing("w", [LaneEnd(lane_of("a").hex())], [done_line(one)])
+                closing = TurnClosing("w", [LaneEnd(lane_of("a").hex())], [done_line(one)])
                 await unit.close_lanes(closing, consumer=CONSUMER, host="h")
                 await unit.commit()
         assert await queue.claim("w") == {}
@@ -232,7 +232,7 @@ class QueueUnits:
         await queue.claim("w")
         async with queue.unit() as unit:
             (one,) = (await unit.take_lanes("w", [lane_of("a")], most=9)).messages
-            closing = Closing("w", [LaneEnd(lane_of("a").hex())], [done_line(one)])
+            closing = TurnClosing("w", [LaneEnd(lane_of("a").hex())], [done_line(one)])
             await unit.close_lanes(closing, consumer=CONSUMER, host="h")
             await unit.rollback()
         assert len((await queue.look("w", [lane_of("a")])).messages) == 1
@@ -265,7 +265,7 @@ class QueueUnits:
         await queue.claim("w")
         async with queue.unit() as unit:
             ok, fails, dies = (await unit.take_lanes("w", [lane_of("l")], most=9)).messages
-            closing = Closing(
+            closing = TurnClosing(
                 "w",
                 [LaneEnd(lane_of("l").hex(), Then.RETRY, 60.0)],
                 [done_line(ok, result='{"paid":true}', duration_ms=1.5, keep_ms=60_000)],
@@ -296,7 +296,7 @@ class QueueUnits:
             async with queue.unit() as unit:
                 (one,) = (await unit.take_lanes("w", [lane_of("l")], most=9)).messages
                 failed = msgspec.structs.replace(failed_line(one, delay=0.0), error=f'{{"type":"E","text":"{n}"}}')
-                closing = Closing("w", [LaneEnd(lane_of("l").hex(), Then.RETRY)], [], [failed])
+                closing = TurnClosing("w", [LaneEnd(lane_of("l").hex(), Then.RETRY)], [], [failed])
                 await unit.close_lanes(closing, consumer=CONSUMER, host="h")
                 await unit.commit()
         record = await queue.find("o-1")
@@ -307,7 +307,7 @@ class QueueUnits:
         await queue.accept(line_of("o-1", lane="l"))
         await queue.claim("w")
         (one,) = (await queue.look("w", [lane_of("l")])).messages
-        closing = Closing("w", [LaneEnd(lane_of("l").hex())], [done_line(one)])
+        closing = TurnClosing("w", [LaneEnd(lane_of("l").hex())], [done_line(one)])
         await queue.close("w", [lane_of("l")], closing)
         async with queue.unit() as unit:
             await unit.hold_lanes("w", [lane_of("l")])
@@ -316,7 +316,9 @@ class QueueUnits:
             await unit.rollback()
             await unit.hold_lanes("w", [lane_of("l")])
             with pytest.raises(HandlerEndedTransaction):
-                await unit.close_lanes(Closing("w", [], [], [failed_line(one, delay=1.0)]), consumer=CONSUMER, host="h")
+                await unit.close_lanes(
+                    TurnClosing("w", [], [], [failed_line(one, delay=1.0)]), consumer=CONSUMER, host="h"
+                )
 
     async def test_start_marks(self, queue: Queue) -> None:
         await queue.accept(line_of("o-1", lane="l"))
@@ -332,7 +334,7 @@ class QueueUnits:
             await unit.mark_start("w", lane_of("l"), identity_of("o-1"))
             (one,) = (await unit.take_lanes("w", [lane_of("l")], most=9)).messages
             assert one.record.started == 1
-            closing = Closing("w", [LaneEnd(lane_of("l").hex())], [done_line(one, started=1)])
+            closing = TurnClosing("w", [LaneEnd(lane_of("l").hex())], [done_line(one, started=1)])
             await unit.close_lanes(closing, consumer=CONSUMER, host="h")
             await unit.commit()
         record = await queue.find("o-1")
@@ -348,7 +350,7 @@ class QueueUnits:
                 await lab.write(unit.tx, message.record.key)
                 if message.record.key == "two":
                     await unit.back_to_savepoint()
-            closing = Closing("w", [LaneEnd(lane_of("l").hex())], [done_line(one) for one in messages])
+            closing = TurnClosing("w", [LaneEnd(lane_of("l").hex())], [done_line(one) for one in messages])
             await unit.close_lanes(closing, consumer=CONSUMER, host="h")
             await unit.commit()
         assert [key for (key,) in await lab.query("SELECT * FROM effects")] == ["one", "three"]
@@ -385,7 +387,7 @@ class QueueUnits:
         await queue.claim("w")
         (one,) = (await queue.look("w", [lane_of("s")])).messages
         await self._settle(queue, "stock", 1)
-        closing = Closing("w", [LaneEnd(lane_of("s").hex(), Then.WAIT)], [], [], [blocked_line(one)])
+        closing = TurnClosing("w", [LaneEnd(lane_of("s").hex(), Then.WAIT)], [], [], [blocked_line(one)])
         await queue.close("w", [lane_of("s")], closing)
         assert await queue.due_in() == 0.0
         assert await queue.drain() == ["o-1"]
@@ -438,7 +440,7 @@ class QueueUnits:
         past = now() - timedelta(seconds=1)
         blocked = [blocked_line(one, past if one.rank == SHARED else now() + SOON) for one in taken.messages]
         ends = [LaneEnd(lane.hex(), Then.WAIT) for lane in lanes]
-        await queue.close("w", lanes, Closing("w", ends, [], [], blocked))
+        await queue.close("w", lanes, TurnClosing("w", ends, [], [], blocked))
         assert await queue.due_in() is None
         async with queue.unit() as unit:
             assert await unit.wake_overdue("shipping") == 0
@@ -506,7 +508,9 @@ class QueueUnits:
         await queue.accept(line)
         lanes = await queue.claim("w")
         (one,) = (await queue.look("w", lanes)).messages
-        await queue.close("w", lanes, Closing("w", [LaneEnd(lane_of("l").hex())], [], [failed_line(one, dead=True)]))
+        await queue.close(
+            "w", lanes, TurnClosing("w", [LaneEnd(lane_of("l").hex())], [], [failed_line(one, dead=True)])
+        )
         assert await queue.due_in() is None
         async with queue.unit() as unit:
             assert await unit.requeue(identity_of("dead-1"), line)
@@ -572,7 +576,9 @@ class QueueUnits:
                     await unit.mark_start("w", lane_of("l"), identity_of("o-1"))
             if state is State.FAILED:
                 (one,) = (await queue.look("w", lanes)).messages
-                closing = Closing("w", [LaneEnd(lane_of("l").hex())], [], [failed_line(one, delay=0.0, counted=False)])
+                closing = TurnClosing(
+                    "w", [LaneEnd(lane_of("l").hex())], [], [failed_line(one, delay=0.0, counted=False)]
+                )
                 await queue.close("w", lanes, closing)
             before = await queue.find("o-1")
             assert before.state is state
@@ -610,7 +616,7 @@ class QueueUnits:
         (one,) = (await queue.look("f", lanes)).messages
         async with queue.unit() as unit:
             await unit.take_lanes("f", list(lanes), most=1)
-            closing = Closing("f", [LaneEnd(lane.hex()) for lane in lanes], [done_line(one)])
+            closing = TurnClosing("f", [LaneEnd(lane.hex()) for lane in lanes], [done_line(one)])
             await unit.close_lanes(closing, consumer=CONSUMER, host="h")
             await unit.commit()
         assert (one.unmet is None) is inline

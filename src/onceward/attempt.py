@@ -37,6 +37,7 @@ from onceward.errors import (
 from onceward.message import Position
 from onceward.outcome import Kind, Outcome
 from onceward.record import Change, Decision, Failure, Record, State, decide, from_states
+from onceward.retry import RetryPolicy
 from onceward.shield import finish, wait_out
 from onceward.store import Conflict, Done, Ended, Found, InFlight, Unit
 from onceward.work import Work
@@ -317,7 +318,9 @@ async def keep_failure(
     """Count it, in a transaction of its own: FAILED, to be tried again, or DEAD."""
     attempts = (before.attempts if before else 0) + 1
     crashes = (before.started if before else 0) - work.marked
-    state, delay = _consequence(error, work, attempts, max(0, crashes))
+    state, delay = consequence(error, work.retry, attempts, max(0, crashes))
+    if work.replayed:  # by a person, who is told
+        state, delay = State.DEAD, None
     kept = await unit.fail(work.whole(duration_ms), failure_of(error), state, delay, replayed=work.replayed)
     if kept is None and work.marked:
         await _take_mark_back(unit, work)
@@ -333,15 +336,13 @@ async def keep_failure(
     return Outcome(kind, error=error, retry_at=retry_at, record=kept, attempts=attempts, duration_ms=duration_ms)
 
 
-def _consequence(error: Exception, work: Work, attempts: int, crashes: int) -> tuple[State, float | None]:
-    """Dead, or tried again after a delay."""
-    if work.replayed or isinstance(error, Reject):
-        return State.DEAD, None
-    if work.retry is not None and work.retry.exhausted(attempts + crashes):
+def consequence(error: Exception, retry: RetryPolicy | None, attempts: int, crashes: int) -> tuple[State, float | None]:
+    """What a failed attempt comes to: dead, or tried again after a delay."""
+    if isinstance(error, Reject) or (retry is not None and retry.exhausted(attempts + crashes)):
         return State.DEAD, None
     if isinstance(error, TryLater) and error.delay is not None:
         return State.FAILED, min(max(error.delay, 0.0), LONGEST_DELAY)
-    return State.FAILED, None if work.retry is None else work.retry.delay(attempts)
+    return State.FAILED, None if retry is None else retry.delay(attempts)
 
 
 async def bury_ended(unit: Unit[Any], work: Work, error: BaseException) -> None:

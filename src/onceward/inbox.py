@@ -41,11 +41,11 @@ from onceward.retention import check_retention
 from onceward.retry import RetryPolicy
 from onceward.settle import Settler
 from onceward.shield import LoopLock
+from onceward.slot import OnDead, OnDeadDependency
 from onceward.stats import Stats
 from onceward.store import Store
 from onceward.stored import StoredInbox, StoredOptions
 from onceward.tenants import TenantLike
-from onceward.turn import OnDead, OnDeadDependency
 from onceward.upkeep import Progress, Upkeep
 from onceward.watch import watched
 from onceward.work import Work

@@ -17,16 +17,16 @@ from contextlib import suppress
 from contextvars import ContextVar, Token, copy_context
 from typing import Any
 
+from onceward.crew import Crew, Options
 from onceward.errors import UsageError
 from onceward.leaving import leaves_loop
 from onceward.message import Message
 from onceward.outcome import Kind
 from onceward.shield import finish
-from onceward.turn import Slot
-from onceward.worker import Crew, Options
+from onceward.slot import Slot
 
 
-class Work:
+class StoredWork:
     """One message that is ours to do. Enter it once, with `async with work as (message, tx)`."""
 
     def __init__(self, given: Given) -> None:
@@ -134,7 +134,7 @@ class Given:
             await self._task
 
 
-async def works(crew: Crew, options: Options, stop: asyncio.Event) -> AsyncIterator[Work]:
+async def works(crew: Crew, options: Options, stop: asyncio.Event) -> AsyncIterator[StoredWork]:
     """Wait for messages and give them out, until told to stop."""
     ear = crew.bell.ear()
     try:
@@ -146,7 +146,7 @@ async def works(crew: Crew, options: Options, stop: asyncio.Event) -> AsyncItera
                 await _rest(ear, stop, options.poll_interval)
                 continue
             try:
-                yield Work(given)
+                yield StoredWork(given)
             finally:
                 if not given.over:  # the caller did not enter it, or left it in a way that nobody told us
                     await given.abandon()

@@ -209,7 +209,7 @@ class LaneEnd(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """The identity that it is blocked by, as hex."""
 
 
-class Closing(msgspec.Struct, frozen=True):
+class TurnClosing(msgspec.Struct, frozen=True):
     """All that a turn came to."""
 
     owner: str
@@ -268,10 +268,10 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
     async def back_to_savepoint(self) -> None:
         """Undo what was written since. `tx` may be another one now. Ended: there is no transaction any more."""
 
-    async def close_lanes(self, closing: Closing, *, consumer: str, host: str) -> None:
+    async def close_lanes(self, closing: TurnClosing, *, consumer: str, host: str) -> None:
         """In the turn's transaction: write down what it came to. HandlerEndedTransaction: a message is gone."""
 
-    async def close_and_commit(self, closing: Closing, *, consumer: str, host: str) -> None:
+    async def close_and_commit(self, closing: TurnClosing, *, consumer: str, host: str) -> None:
         """Both, in one trip where that is possible. It raises what either of them raises."""
 
     async def release(self, owner: str, lanes: Sequence[bytes], *, delay: float = 0.0) -> None:

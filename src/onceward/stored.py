@@ -13,10 +13,11 @@ import msgspec
 
 from onceward import events
 from onceward.accept import Acceptor, asked
+from onceward.crew import Crew, Options, check_share, outcome_of_slot
 from onceward.errors import InboxClosed, InvalidMessage, NotDead, OncewardError, UsageError
 from onceward.handlers import bulk_handler_of
 from onceward.intake import Intake
-from onceward.iterate import Work, works
+from onceward.iterate import StoredWork, works
 from onceward.keys import KeyLike
 from onceward.message import Message, check_position
 from onceward.outcome import Kind, Outcome
@@ -24,11 +25,11 @@ from onceward.record import Record
 from onceward.retention import LONGEST
 from onceward.retry import RetryPolicy
 from onceward.settle import Settler
+from onceward.slot import OnDead, OnDeadDependency, Settings
 from onceward.stats import QueueStats
 from onceward.store import Store
-from onceward.turn import OnDead, OnDeadDependency, Settings
 from onceward.wake import Bell, Herald
-from onceward.worker import Crew, Options, RunningWorker, check_share, in_background, outcome_of_slot
+from onceward.worker import RunningWorker, in_background, run
 
 Tx = TypeVar("Tx")
 
@@ -200,7 +201,7 @@ class StoredInbox(Generic[Tx]):
             handler, bulk, share=share,
             concurrency=concurrency, grace=grace, poll_interval=poll_interval, batch=batch,
         )  # fmt: skip
-        await self._working().run(options, stop or asyncio.Event())
+        await run(self._working(), options, stop or asyncio.Event())
 
     def worker(
         self,
@@ -226,7 +227,7 @@ class StoredInbox(Generic[Tx]):
         stop: asyncio.Event | None = None,
         share: tuple[int, int] | None = None,
         poll_interval: float = 1.0,
-    ) -> AsyncIterator[Work]:
+    ) -> AsyncIterator[StoredWork]:
         """The messages of the queue, one after another; `async for work in inbox` is the same.
 
         `async with work as (message, tx)`: processed when the block ends without an error.
@@ -234,7 +235,7 @@ class StoredInbox(Generic[Tx]):
         options = Options(share=check_share(share), poll_interval=poll_interval)
         return works(self._working(), options, stop or asyncio.Event())
 
-    def __aiter__(self) -> AsyncIterator[Work]:
+    def __aiter__(self) -> AsyncIterator[StoredWork]:
         return self.works()
 
     def _working(self) -> Crew:

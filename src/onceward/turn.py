@@ -9,20 +9,16 @@ by itself burns an attempt, and its failure is written in the transaction that h
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from inspect import isawaitable
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from onceward import codec
-from onceward.attempt import LONGEST_DELAY, failure_of
-from onceward.current import BulkRun, Current, enter, leave
+from onceward.current import BulkRun, enter, leave
 from onceward.errors import (
     AttemptsExhausted,
     BulkError,
@@ -30,39 +26,19 @@ from onceward.errors import (
     DependencyCycle,
     DependencyDead,
     DependencyMissing,
-    HandlerCancelled,
     HandlerEndedTransaction,
     HandlerNotFound,
-    HandlerTimeout,
-    Reject,
     ResultInvalid,
     StoreError,
     StoreUnavailable,
-    TryLater,
 )
 from onceward.handlers import BulkHandler, Handler
-from onceward.intake import Intake
-from onceward.message import Message
 from onceward.outcome import Kind, Outcome
-from onceward.queue import (
-    BlockedLine,
-    Closing,
-    DoneLine,
-    FailedLine,
-    LaneEnd,
-    Queued,
-    QueueUnit,
-    Taken,
-    Then,
-)
+from onceward.queue import BlockedLine, LaneEnd, Queued, QueueUnit, Taken, Then, TurnClosing
 from onceward.record import State
-from onceward.retention import milliseconds
-from onceward.retry import RetryPolicy
 from onceward.shield import finish
+from onceward.slot import Settings, Slot, awaited, told_apart
 from onceward.store import Conflict
-
-OnDead = Literal["block", "skip"]
-OnDeadDependency = Literal["wait", "dead", "run"]
 
 NO_HANDLER_PAUSE = 30.0
 """Seconds that a lane waits whose message has no handler here: another version of the service may have one."""
@@ -70,19 +46,6 @@ LONG_TURN = 1.0
 """Seconds after which a turn begins no more messages: others may have the rest."""
 CROWDED_PAUSE = 0.02
 """Seconds that a lane waits whose handler already runs as often as it may."""
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How an inbox works on its queue."""
-
-    intake: Intake
-    retry: RetryPolicy
-    on_dead: OnDead
-    on_dead_dependency: OnDeadDependency
-    dependency_timeout: timedelta | None
-    on_begin: Callable[[Any, Message[Any]], Awaitable[Any]] | None
-    freeze_after: float | None = 300.0
-    """Seconds. A turn that was silent for longer towards the database, in a handler or frozen, is undone by it."""
 
 
 class Care(IntEnum):
@@ -112,42 +75,9 @@ class Limits:
         self._running[handler.name] -= 1
 
 
-class Slot(msgspec.Struct, eq=False):
-    """One message of a turn, until it has its outcome."""
-
-    queued: Queued
-    message: Message[Any]
-    handler: Handler | None = None
-    outcome: Outcome[Any] | None = None
-    encoded: bytes | None = None
-    duration_ms: float = 0.0
-    counted: bool = True
-    """As an attempt."""
-    marked: int = 0
-    """1: its start was marked by us, which is no crash; it runs without a transaction."""
-
-    @property
-    def identity(self) -> str:
-        return self.queued.record.identity.digest.hex()
-
-    @property
-    def is_ordered(self) -> bool:
-        """It is in a lane, which others may be in too."""
-        return self.queued.lane != self.queued.record.identity.digest
-
-    @property
-    def attempts(self) -> int:
-        """With this one."""
-        return self.queued.record.attempts + 1
-
-    def fails(self, error: Exception, kind: Kind = Kind.FAILED, delay: float | None = None) -> None:
-        retry_at = None if delay is None else self.queued.now + timedelta(seconds=delay)
-        self.outcome = Outcome(
-            kind, error=error, retry_at=retry_at, attempts=self.attempts, duration_ms=self.duration_ms
-        )
-
-
 class Turn:
+    """See `work`."""
+
     def __init__(
         self,
         unit: QueueUnit[Any],
@@ -220,7 +150,7 @@ class Turn:
         begun: set[bytes] = set()
         left: set[bytes] = set()
         for queued in self._taken.messages:
-            slot, lane = Slot(queued, queued.record.message()), queued.lane
+            slot, lane = self._slot_of(queued), queued.lane
             if lane in left or self._bars(slot):
                 continue
             if lane in begun and not self._may_follow(slot):
@@ -229,6 +159,11 @@ class Turn:
                 runnable.append(slot)
                 begun.add(lane)
         return runnable
+
+    def _slot_of(self, queued: Queued) -> Slot:
+        record = queued.record
+        marked = self._marked is not None and record.identity.digest == self._marked
+        return Slot(queued, record.message(), int(marked))
 
     def _may_follow(self, slot: Slot) -> bool:
         queued = slot.queued
@@ -277,8 +212,7 @@ class Turn:
         elif await self._unit.waits_in_circle(record, needed):
             problem = DependencyCycle(f"it depends on {text}, which waits for it", position=needed)
         if problem is not None:
-            slot.counted = False
-            self._bury(slot, problem)
+            self._settle(slot, slot.bury(problem, self._settings, counted=False))
             return False
         self._blocked.append(
             BlockedLine(
@@ -328,17 +262,16 @@ class Turn:
                 self._stop(slot, Then.LATER, CROWDED_PAUSE)
                 return False
             self._using.append(handler)
-        record = slot.queued.record
-        crashes = record.started - self._mark_of(slot)
-        if crashes > 0 and self._retry(slot).exhausted(record.attempts + crashes):
-            slot.counted = False
+        record, crashes = slot.queued.record, slot.crashes
+        if crashes > 0 and slot.retry(self._settings).exhausted(record.attempts + crashes):
             died = f"the process died {crashes} times while handling it; no attempts are left"
-            self._bury(slot, AttemptsExhausted(died, attempts=record.attempts))
+            exhausted = AttemptsExhausted(died, attempts=record.attempts)
+            self._settle(slot, slot.bury(exhausted, self._settings, counted=False))
             return False
         if handler.lease is not None and self._bulk is None:
             self._stop(slot, Then.NEXT)  # one at a time: others may take the rest
             if self.leased is None:
-                self.leased, slot.marked = slot, self._mark_of(slot)
+                self.leased = slot
             return False
         return True
 
@@ -351,13 +284,6 @@ class Turn:
             else:
                 self._handlers[type_] = self._settings.intake.handler_for(slot.message, self._given)
         return self._handlers[type_]
-
-    def _retry(self, slot: Slot) -> RetryPolicy:
-        handler = slot.handler
-        return (handler.retry if handler is not None else None) or self._settings.retry
-
-    def _mark_of(self, slot: Slot) -> int:
-        return int(self._marked is not None and slot.queued.record.identity.digest == self._marked)
 
     # --- handlers -------------------------------------------------------------------------------------------
 
@@ -379,46 +305,28 @@ class Turn:
             alone = False
 
     async def _run(self, slot: Slot) -> None:
-        unit, handler, record, message = self._unit, slot.handler, slot.queued.record, slot.message
+        unit, handler, message, settings = self._unit, slot.handler, slot.message, self._settings
         assert handler is not None  # noqa: S101 - see _admits
-        settings = self._settings
-        run = Current(
-            record.identity, handler.name, slot.attempts, slot.attempts > 1 or record.started > 0, record.origin
-        )
-        began, token = perf_counter(), enter(run)
+        began, token = perf_counter(), enter(slot.run(handler))
         try:
             if settings.on_begin is not None:
                 await settings.on_begin(unit.tx, message)
             if await self._seen_before(slot):
                 result, kind = None, Kind.DUPLICATE
             else:
-                result, kind = await self._called(handler, message), Kind.PROCESSED
-            slot.encoded = None if result is None else codec.encode(result, "result", ResultInvalid)
+                result, kind = await awaited(handler, handler.call(message, unit.tx)), Kind.PROCESSED
+            slot.keep_result(result)
             if not unit.stands and not unit.lost:
                 raise HandlerEndedTransaction
         finally:
             slot.duration_ms = (perf_counter() - began) * 1000
             leave(token)
-        slot.outcome = Outcome(kind, result=result, attempts=slot.attempts, duration_ms=slot.duration_ms)
+        slot.succeed(result, kind)
         self._slots.append(slot)
 
     async def _seen_before(self, slot: Slot) -> bool:
         hook = self._settings.intake.seen_before
         return hook is not None and bool(await hook(self._unit.tx, slot.message))
-
-    async def _called(self, handler: Handler, message: Message[Any]) -> Any:
-        given = handler.call(message, self._unit.tx)
-        if not isawaitable(given):
-            return given
-        if handler.timeout is None:
-            return await given
-        try:
-            async with asyncio.timeout(handler.timeout) as patience:
-                return await given
-        except TimeoutError as error:
-            if not patience.expired():
-                raise
-            raise HandlerTimeout(f"{handler.name} did not end within {handler.timeout:g} s") from error
 
     async def _failed(self, slot: Slot, error: BaseException, *, alone: bool) -> None:
         unit, error = self._unit, told_apart(error)
@@ -438,28 +346,13 @@ class Turn:
         slot.outcome = None
         if slot in self._slots:
             self._slots.remove(slot)
-        self._consequence(slot, error)
+        self._settle(slot, slot.fail(error, self._settings))
 
-    def _consequence(self, slot: Slot, error: Exception) -> None:
-        """Dead, or tried again after a delay."""
-        record, retry = slot.queued.record, self._retry(slot)
-        crashes = max(0, record.started - self._mark_of(slot))
-        if isinstance(error, Reject) or retry.exhausted(slot.attempts + crashes):
-            self._bury(slot, error)
-            return
-        if isinstance(error, TryLater) and error.delay is not None:
-            delay = min(max(error.delay, 0.0), LONGEST_DELAY)
-        else:
-            delay = retry.delay(slot.attempts)
-        slot.fails(error, delay=delay)
+    def _settle(self, slot: Slot, end: LaneEnd | None) -> None:
+        """It failed, or is dead; `end` is how its lane goes on."""
         self._slots.append(slot)
-        self._stop(slot, Then.RETRY, delay)
-
-    def _bury(self, slot: Slot, error: Exception) -> None:
-        slot.fails(error, Kind.DEAD)
-        self._slots.append(slot)
-        if self._settings.on_dead == "block" and slot.is_ordered:
-            self._ends[slot.queued.lane] = LaneEnd(slot.queued.lane.hex(), Then.BLOCKED, blocker=slot.identity)
+        if end is not None:
+            self._ends[slot.queued.lane] = end
 
     def _stop(self, slot: Slot, then: Then, delay: float = 0.0) -> None:
         self._ends[slot.queued.lane] = LaneEnd(slot.queued.lane.hex(), then, delay)
@@ -510,12 +403,12 @@ class Turn:
         finally:
             leave(token)
         for slot in seen:
-            slot.outcome = Outcome(Kind.DUPLICATE, attempts=slot.attempts)
+            slot.succeed(None, Kind.DUPLICATE)
             self._slots.append(slot)
         duration_ms = (perf_counter() - began) * 1000
         for slot, result, code in zip(part, results, encoded, strict=True):
             slot.encoded, slot.duration_ms = code, duration_ms
-            slot.outcome = Outcome(Kind.PROCESSED, result=result, attempts=slot.attempts, duration_ms=duration_ms)
+            slot.succeed(result)
             self._slots.append(slot)
 
     async def _undo_part(self, part: list[Slot], error: BaseException) -> None:
@@ -547,49 +440,20 @@ class Turn:
                 raise Conflict from error
             await self._refused(error)
 
-    def _closing(self) -> Closing:
+    def _closing(self) -> TurnClosing:
         done, failed = [], []
         for slot in self._slots:
             outcome = slot.outcome
             if outcome is None or outcome.kind is Kind.BUSY:
                 continue
             if outcome.kind in (Kind.FAILED, Kind.DEAD):
-                failed.append(self._failure(slot, outcome))
+                failed.append(slot.failed_line(outcome))
             else:
-                done.append(self._done(slot))
+                done.append(slot.done_line())
         kept = None if self.leased is None else self.leased.queued.lane
         lanes = [lane for lane in sorted(self._taken.lanes) if lane != kept]
         ends = [self._ends.get(lane) or LaneEnd(lane.hex()) for lane in lanes]
-        return Closing(self._owner, ends, done, failed, self._blocked, self._behind)
-
-    def _done(self, slot: Slot) -> DoneLine:
-        handler = slot.handler
-        return DoneLine(
-            seq=slot.queued.seq,
-            identity=slot.identity,
-            handler=None if handler is None else handler.name,
-            result=None if slot.encoded is None else slot.encoded.decode(),
-            duration_ms=slot.duration_ms,
-            keep_ms=None if handler is None else milliseconds(handler.retention),
-            started=self._mark_of(slot),
-        )
-
-    def _failure(self, slot: Slot, outcome: Outcome[Any]) -> FailedLine:
-        error = outcome.error or Exception("unknown")
-        delay = None
-        if outcome.retry_at is not None:
-            delay = round((outcome.retry_at - slot.queued.now).total_seconds(), 6)
-        return FailedLine(
-            seq=slot.queued.seq,
-            identity=slot.identity,
-            error=codec.encode(failure_of(error), "error").decode(),
-            handler=None if slot.handler is None else slot.handler.name,
-            delay=delay,
-            dead=outcome.kind is Kind.DEAD,
-            counted=slot.counted,
-            duration_ms=slot.duration_ms,
-            started=self._mark_of(slot),
-        )
+        return TurnClosing(self._owner, ends, done, failed, self._blocked, self._behind)
 
     async def _refused(self, error: Exception) -> None:
         """Nothing was written. Who is to blame is known only when one message ran."""
@@ -599,7 +463,7 @@ class Turn:
             raise Again from error
         (slot,) = ran
         self._forget()
-        self._consequence(slot, error)
+        self._settle(slot, slot.fail(error, self._settings))
         await self._write_outside()
 
     async def _bury_ended(self, culprit: Slot | None, error: BaseException, *, ran: Sequence[Slot] = ()) -> None:
@@ -623,8 +487,7 @@ class Turn:
         if ended is not error:
             ended.__cause__ = error
         for slot in culprits:
-            slot.counted = False
-            self._bury(slot, ended)
+            self._settle(slot, slot.bury(ended, self._settings, counted=False))
         await self._write_outside()
         raise _Written
 
@@ -647,16 +510,6 @@ class Turn:
 
 class _Written(Exception):
     """A signal within a turn: it is over."""
-
-
-def told_apart(error: BaseException) -> BaseException:
-    """A cancellation that nobody asked for is a failure of the handler: it waited for something that was cancelled."""
-    task = asyncio.current_task()
-    if not isinstance(error, asyncio.CancelledError) or task is None or task.cancelling():
-        return error
-    failure = HandlerCancelled()
-    failure.__cause__ = error
-    return failure
 
 
 def _is_dead(state: State | None) -> bool:

@@ -51,5 +51,8 @@ class Herald:
                 await self._tell()
 
     async def close(self) -> None:
+        """A call that hangs must not outlive the inbox."""
         if self._task is not None:
             await asyncio.wait([self._task], timeout=5.0)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)

@@ -11,7 +11,7 @@ import msgspec
 
 from onceward.errors import HandlerEndedTransaction
 from onceward.identity import Identity, digest
-from onceward.queue import Closing, Kept, KeptLine, LaneClaim, QueueLine, Share, Taken
+from onceward.queue import Kept, KeptLine, LaneClaim, QueueLine, Share, Taken, TurnClosing
 from onceward.record import Record
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
@@ -91,18 +91,18 @@ def opening(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Statement:
     return dialect("queue_open", _owned(owner, lanes))
 
 
-def closing(dialect: Dialect, closing: Closing, consumer: str, host: str) -> Statement:
+def closing(dialect: Dialect, closing: TurnClosing, consumer: str, host: str) -> Statement:
     """To be said with COMMIT: 1, or 0 when a message is gone."""
     return dialect("queue_close_at_commit", _closing(closing, consumer, host))
 
 
-def close_lanes(dialect: Dialect, closing: Closing, consumer: str, host: str) -> Plan[None]:
+def close_lanes(dialect: Dialect, closing: TurnClosing, consumer: str, host: str) -> Plan[None]:
     result = yield dialect("queue_close", _closing(closing, consumer, host))
     if result.rows[0]["missing"]:
         raise HandlerEndedTransaction("a message is gone: a handler removed it, or changed where tables are found")
 
 
-def _closing(closing: Closing, consumer: str, host: str) -> dict[str, Any]:
+def _closing(closing: TurnClosing, consumer: str, host: str) -> dict[str, Any]:
     parts = {name: _json(lines) if (lines := getattr(closing, name)) else None for name in _PARTS}
     return {"consumer": consumer, "host": host, "owner": closing.owner, "lanes": _json(closing.lanes), **parts}
 

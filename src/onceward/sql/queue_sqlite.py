@@ -16,7 +16,6 @@ from onceward.message import Position
 from onceward.queue import (
     LAST,
     BlockedLine,
-    Closing,
     DoneLine,
     FailedLine,
     Kept,
@@ -28,6 +27,7 @@ from onceward.queue import (
     Share,
     Taken,
     Then,
+    TurnClosing,
     Unmet,
 )
 from onceward.record import Record, State
@@ -168,7 +168,7 @@ def hold_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Plan[fro
     return frozenset(row["lane"] for row in result.rows)
 
 
-def close_lanes(dialect: Dialect, closing: Closing, consumer: str, host: str) -> Plan[None]:
+def close_lanes(dialect: Dialect, closing: TurnClosing, consumer: str, host: str) -> Plan[None]:
     tracks: set[tuple[bytes, str]] = set()
     if closing.done:
         number = yield from _numbers(dialect, "processed", len(closing.done))

@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from onceward.identity import Identity
 from onceward.message import Position
-from onceward.queue import Closing as LaneClosing
-from onceward.queue import KeptLine, LaneClaim, QueueLine, Share, Taken, Unmet
+from onceward.queue import KeptLine, LaneClaim, QueueLine, Share, Taken, TurnClosing, Unmet
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
 from onceward.sql import queue_postgresql, queue_rows, queue_sqlite, queue_stats, upkeep, verbs
@@ -405,10 +404,10 @@ class SqlUnit(Generic[Tx]):
             raise Ended
         await self._session.script("ROLLBACK TO onceward_turn;")
 
-    async def close_lanes(self, closing: LaneClosing, *, consumer: str, host: str) -> None:
+    async def close_lanes(self, closing: TurnClosing, *, consumer: str, host: str) -> None:
         await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))
 
-    async def close_and_commit(self, closing: LaneClosing, *, consumer: str, host: str) -> None:
+    async def close_and_commit(self, closing: TurnClosing, *, consumer: str, host: str) -> None:
         if self._rides():
             riding = self._queue.closing(self._dialect, closing, consumer, host)
             self._session.ride(riding)  # type: ignore[attr-defined]

@@ -409,7 +409,7 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
         LEFT JOIN LATERAL onceward_unmet(r.consumer, r.tenant, r.depends_on) d ON true;
     END $$;
 
--- End a turn; what it came to are the lines of onceward.queue.Closing, NULL where there are none. The order in it
+-- End a turn; what it came to are the lines of onceward.queue.TurnClosing, NULL where there are none. The order in it
 -- matters: first what may have to wait for others, then what others may have to wait for; so nobody waits in a circle.
 -- How many messages were not there. Nothing may be settled in the transaction after this.
 CREATE FUNCTION onceward_close(

@@ -1,0 +1,351 @@
+"""One step of a worker: claim lanes that are due, take turns with them, give back what was not worked on.
+
+A worker that dies holds its lanes for a few seconds at most: then another one has them, and works on each alone, with
+its first message marked, so that a message that kills its process is found out and its neighbours do not pay for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
+from secrets import token_hex
+from time import monotonic
+from typing import Any
+
+import msgspec
+
+from onceward import events
+from onceward.errors import InboxClosed, OncewardError, TryLater, UsageError
+from onceward.handlers import BulkHandler
+from onceward.lease import run_leased
+from onceward.outcome import Kind, Outcome
+from onceward.queue import LaneClaim, QueueUnit, Share
+from onceward.settle import CONFLICTS, Settler
+from onceward.shield import finish
+from onceward.slot import Settings, Slot
+from onceward.store import Conflict
+from onceward.turn import CROWDED_PAUSE, Again, Care, Limits, Turn
+from onceward.wake import Bell
+
+CLAIM_LEASE = 3.0
+"""Seconds between the claim of a lane and the moment when others may have it, unless its turn has begun."""
+OVERDUE_EVERY = 1.0
+"""Seconds between two looks for dependencies that did not come in time."""
+
+
+class Step(msgspec.Struct):
+    """What one claim came to."""
+
+    slots: list[Slot]
+    claimed: Sequence[bytes] = ()
+    """Lanes."""
+    full: bool = False
+    due: float | None = None
+    """Seconds until a lane is due, when none was claimed."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    given: Callable[..., Any] | None = None
+    bulk: BulkHandler | None = None
+    share: Share | None = None
+    concurrency: int = 1
+    poll_interval: float = 1.0
+    batch: int = 100
+    grace: float = 25.0
+
+
+def check_share(share: Any) -> Share | None:
+    if share is None:
+        return None
+    try:
+        number, shares = share
+        if type(number) is int and type(shares) is int and 0 <= number < shares:
+            return number, shares
+    except (TypeError, ValueError):
+        pass
+    raise UsageError(f"share={share!r}: (0, 3) is the first third of all lanes, (2, 3) the last")
+
+
+class Crew:
+    """What the workers of one inbox in this process share."""
+
+    def __init__(self, settler: Settler[Any], settings: Settings, bus: events.Bus, bell: Bell) -> None:
+        self._settler = settler
+        self._settings = settings
+        self._bus = bus
+        self.bell = bell
+        self.limits = Limits()
+        self._left: list[tuple[str, list[bytes]]] = []
+        """Lanes that could not be given back when that was tried."""
+        self._looked = 0.0
+        self.running = 0
+        """Workers."""
+        self.leased = 0
+        """Workers in a leased handler, which may take as long as it likes."""
+        self.closed = False
+        """The inbox is: whoever works on its queue ends."""
+        self.last_step = monotonic()
+
+    @property
+    def consumer(self) -> str:
+        return self._settings.intake.consumer
+
+    def listening(self) -> AbstractAsyncContextManager[None]:
+        """While it lasts, workers hear what is accepted in other processes."""
+        return self._settler.listening(self.consumer, self.bell.ring)
+
+    def unit(self, *, read_only: bool = False) -> AbstractAsyncContextManager[Any]:
+        return self._settler.plain_unit(read_only=read_only)
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise InboxClosed("the inbox was closed while it was worked on; stop its workers first")
+
+    # --- one step -------------------------------------------------------------------------------------------
+
+    async def dispatch(self, options: Options) -> Slot | None:
+        """One message, or None when nothing is ready."""
+        seen: set[bytes] = set()
+        while True:
+            step = await self.step(options, lanes=1, most=1)
+            if step.slots:
+                return step.slots[0]
+            if seen.issuperset(step.claimed):  # none, or one that came up empty a moment ago
+                return None
+            seen.update(step.claimed)
+
+    async def step(self, options: Options, *, lanes: int, most: int) -> Step:
+        """Claim, and take turns with what was claimed."""
+        self.last_step = monotonic()
+        owner = f"{self._settings.intake.host}#{token_hex(6)}"
+        step, leased = Step([]), None
+        try:
+            async with self._settler.plain_unit() as unit:
+                await self._give_back_left(unit)
+                await self._wake_overdue(unit)
+                leased = await self._claim(unit, owner, options, lanes=lanes, most=most, step=step)
+        except BaseException:
+            if leased is not None:
+                await finish(self._put_off(owner, leased))
+            raise
+        finally:
+            self._tell(step.slots)  # they are committed, whatever became of the rest
+        if leased is not None:
+            ran = await self._leased(owner, leased)
+            self._tell(ran)
+            step.slots += ran
+        return step
+
+    async def _claim(
+        self, unit: QueueUnit[Any], owner: str, options: Options, *, lanes: int, most: int, step: Step
+    ) -> Slot | None:
+        """What was claimed is worked on or given back, whatever happens."""
+        consumer, claims = self._settings.intake.consumer, list[LaneClaim]()
+
+        async def claim() -> None:
+            claims.extend(await unit.claim_lanes(consumer, owner, most=lanes, lease=CLAIM_LEASE, share=options.share))
+
+        try:
+            await finish(claim())
+            if not claims:
+                step.due = await unit.due_in(consumer, options.share)
+                return None
+            step.claimed = [claim.lane for claim in claims]
+            return await self._turns(unit, owner, claims, options, most=most, step=step)
+        except SystemExit:
+            raise  # a handler ends the process: as any crash, so that one which always does is found out
+        except BaseException:
+            if claims:
+                await finish(self._give_back(unit, owner, [claim.lane for claim in claims]))
+            raise
+
+    async def _leased(self, owner: str, slot: Slot) -> list[Slot]:
+        handler = slot.handler
+        assert handler is not None  # noqa: S101 - see Turn
+        if not self.limits.enter(handler):  # the turn that has found it is over, and has left
+            await finish(self._put_off(owner, slot, CROWDED_PAUSE))
+            return []
+        self.leased += 1
+        try:
+            return [await run_leased(self._settler, self._settings, owner, slot)]
+        finally:
+            self.leased -= 1
+            self.limits.leave(handler)
+
+    async def _put_off(self, owner: str, slot: Slot, delay: float = 0.0) -> None:
+        """Its lane is still ours, and nobody crashed. When the database is away: its claim will be over."""
+        with suppress(OncewardError):
+            async with self._settler.plain_unit() as unit:
+                if slot.marked:
+                    await unit.unmark_start(slot.queued.record.identity)
+                await unit.release(owner, [slot.queued.lane], delay=delay)
+
+    async def _turns(
+        self, unit: QueueUnit[Any], owner: str, claims: Sequence[LaneClaim], options: Options, *, most: int, step: Step
+    ) -> Slot | None:
+        """What is settled goes into the step; what is to be run with a lease comes back."""
+        sound = [claim.lane for claim in claims if claim.claims == 1]
+        suspect = [claim.lane for claim in claims if claim.claims > 1]
+        leased: Slot | None = None
+        later: list[bytes] = []  # one lease at a time
+        for lanes, number in self._groups(sound, most):
+            for turn, slots in await self._together(unit, owner, lanes, options, number):
+                step.slots += slots
+                step.full = step.full or turn.full
+                if leased is None:
+                    leased = turn.leased
+                elif turn.leased is not None:
+                    later.append(turn.leased.queued.lane)
+        for lane in suspect:
+            if leased is not None:
+                later.append(lane)
+                continue
+            alone, slots = await self._alone(unit, owner, lane, options)
+            step.slots += slots
+            leased = None if alone is None else alone.leased
+        try:
+            if later:
+                await unit.release(owner, later)
+        except BaseException:
+            if leased is not None and leased.marked:
+                await finish(self._unmark(unit, leased.queued.record.identity))
+            raise
+        return leased
+
+    def _groups(self, lanes: list[bytes], most: int) -> list[tuple[list[bytes], int]]:
+        """What shares a transaction, and how many messages of each lane."""
+        if not lanes:
+            return []
+        if self._settings.on_begin is not None:  # it says whose transaction this is
+            return [([lane], 1) for lane in lanes]
+        return [(lanes, max(1, most // len(lanes)))]
+
+    async def _together(
+        self, unit: QueueUnit[Any], owner: str, lanes: list[bytes], options: Options, most: int
+    ) -> list[tuple[Turn, list[Slot]]]:
+        """In one turn; where that cannot be, each lane has its own, with one message."""
+        with suppress(Again):
+            return [await self._patiently(partial(self._turn, unit, owner, lanes, options, most=most))]
+        alone = partial(self._turn, unit, owner, options=options, most=1)
+        return [await self._patiently(partial(alone, [lane]), Care.ALONE) for lane in lanes]
+
+    def _turn(
+        self,
+        unit: QueueUnit[Any],
+        owner: str,
+        lanes: Sequence[bytes],
+        options: Options,
+        *,
+        most: int,
+        care: Care,
+        marked: bytes | None = None,
+    ) -> Turn:
+        return Turn(
+            unit, owner, lanes, self._settings,
+            most=most, given=options.given, bulk=options.bulk, limits=self.limits, care=care, marked=marked,
+        )  # fmt: skip
+
+    async def _patiently(self, turn_of: Callable[..., Turn], care: Care = Care.OPTIMISTIC) -> tuple[Turn, list[Slot]]:
+        """Again with more care where it failed, and again as it was where the database asks for that."""
+        conflicts = 0
+        while True:
+            turn = turn_of(care=care)
+            try:
+                return turn, await turn.work()
+            except Again:
+                await turn.unit.rollback()
+                if care is not Care.OPTIMISTIC:
+                    raise
+                care = Care.CAREFUL
+            except Conflict as conflict:
+                await turn.unit.rollback()
+                conflicts += 1
+                if conflicts >= CONFLICTS:
+                    text = f"the database asked {conflicts} times to run the transaction again"
+                    raise TryLater(reason="store_busy", text=text) from conflict.__cause__
+                await asyncio.sleep(0.005 * random.random() * conflicts)  # noqa: S311 - jitter
+
+    async def _alone(
+        self, unit: QueueUnit[Any], owner: str, lane: bytes, options: Options
+    ) -> tuple[Turn | None, list[Slot]]:
+        """Its last worker died, or froze. If the first message was the reason, that is known the next time."""
+        taken = await unit.take_lanes(owner, [lane], most=1)
+        await unit.rollback()
+        if lane not in taken.lanes:
+            return None, []
+        head = taken.messages[0].record.identity if taken.messages else None
+        marked, settled = None if head is None else head.digest, False
+        try:
+            if head is not None and await finish(unit.mark_start(owner, lane, head)) is None:
+                settled = True
+                return None, []
+            turn, slots = await self._patiently(
+                partial(self._turn, unit, owner, [lane], options, most=1, marked=marked)
+            )
+            ours = slots if turn.leased is None else [*slots, turn.leased]
+            settled = any(slot.queued.record.identity == head for slot in ours)
+            return turn, slots
+        except SystemExit:
+            settled = True  # a crash: its mark stays
+            raise
+        finally:
+            if head is not None and not settled:
+                await finish(self._unmark(unit, head))
+
+    async def _unmark(self, unit: QueueUnit[Any], head: Any) -> None:
+        with suppress(OncewardError):
+            await unit.rollback()
+            await unit.unmark_start(head)
+
+    # --- giving back ----------------------------------------------------------------------------------------
+
+    async def _give_back(self, unit: QueueUnit[Any], owner: str, lanes: list[bytes]) -> None:
+        """Nobody crashed: others may have them at once. What was worked on is not ours any more, and left alone."""
+        try:
+            await unit.rollback()
+            await unit.release(owner, lanes)
+        except Exception:  # noqa: BLE001 - the database is away: when it is back, or when the claim is over
+            self._left.append((owner, lanes))
+
+    async def _give_back_left(self, unit: QueueUnit[Any]) -> None:
+        while self._left:
+            owner, lanes = self._left.pop()  # or another worker would give them back too
+            try:
+                await unit.release(owner, lanes)
+            except BaseException:
+                self._left.append((owner, lanes))
+                raise
+
+    async def _wake_overdue(self, unit: QueueUnit[Any]) -> None:
+        if monotonic() - self._looked >= OVERDUE_EVERY:
+            self._looked = monotonic()
+            await unit.wake_overdue(self._settings.intake.consumer)
+
+    def _tell(self, slots: Sequence[Slot]) -> None:
+        bus, consumer, quiet = self._bus, self._settings.intake.consumer, self._bus.is_quiet
+        for slot in slots:
+            outcome = slot.outcome
+            if outcome is None or (quiet and outcome.error is None):
+                continue
+            message, identity = slot.message, slot.queued.record.identity
+            if outcome.kind is Kind.IGNORED:
+                bus.emit(events.Ignored(consumer=consumer, type=message.type, message_id=message.id))
+            elif outcome.kind is Kind.BUSY and isinstance(outcome.error, UsageError):
+                bus.emit(events.Unsettled(
+                    consumer=consumer, type=message.type, message_id=message.id, error=outcome.error
+                ))  # fmt: skip
+            else:
+                bus.emit(events.of_outcome(consumer, message, identity, outcome))
+
+
+def outcome_of_slot(slot: Slot | None) -> Outcome[Any] | None:
+    """For those who dispatch: an unhandled type is raised, everything else is an outcome."""
+    if slot is None:
+        return None
+    outcome = slot.outcome
+    if outcome is not None and outcome.kind is Kind.BUSY and isinstance(outcome.error, UsageError):
+        raise outcome.error
+    return outcome
