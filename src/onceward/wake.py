@@ -8,6 +8,9 @@ from contextlib import suppress
 
 from onceward.errors import OncewardError
 
+PATIENCE = 5.0
+"""Seconds that closing an inbox waits for a call that is on its way."""
+
 
 class Bell:
     """Rung when there may be something to do. Each worker has an ear of its own, so that none misses it."""
@@ -53,6 +56,6 @@ class Herald:
     async def close(self) -> None:
         """A call that hangs must not outlive the inbox."""
         if self._task is not None:
-            await asyncio.wait([self._task], timeout=5.0)
+            await asyncio.wait([self._task], timeout=PATIENCE)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

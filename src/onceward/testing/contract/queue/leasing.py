@@ -57,6 +57,22 @@ class LeaseContract:
         assert [outcome.kind for outcome in await drain(inbox)] == [Kind.PROCESSED]
         assert idle == [[]]
 
+    @pytest.mark.parametrize("error", [None, ValueError("no")], ids=["returns", "fails"])
+    async def test_no_heartbeat_outlives_its_handler(self, lab: Lab, error: Exception | None) -> None:
+        inbox, before = await lab.inbox(retry=SOON), asyncio.all_tasks()
+
+        @inbox.handler("order.paid", lease=0.03)
+        async def on_paid(message: Message[Any], lease: Any) -> None:
+            await asyncio.sleep(0.1)
+            if error is not None:
+                raise error
+
+        await inbox.accept(lab.message("m"))
+        outcome = await inbox.dispatch()
+        left = {task for task in asyncio.all_tasks() - before if "heartbeat" in str(task.get_coro())}
+        assert outcome is not None
+        assert not left, "it may be talking to the database"
+
     async def test_a_leased_handler_that_returns_is_completed_without_an_effect(self, lab: Lab) -> None:
         inbox, runs = await lab.inbox(), []
 
