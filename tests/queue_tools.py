@@ -120,7 +120,7 @@ class Queue:
         taken = await self.look("peek", lanes, most=most)
         async with self.unit() as unit:
             await unit.release("peek", list(lanes))
-        return [f"{one.record.key}!" if one.behind else one.record.key for one in taken.messages]
+        return [f"{one.identity.key}!" if one.behind else one.identity.key for one in taken.messages]
 
     async def close(self, owner: str, lanes: Iterable[bytes], closing: TurnClosing) -> None:
         async with self.unit() as unit:
@@ -184,18 +184,18 @@ async def turn(unit: Any, owner: str, lanes: list[bytes], *, most: int = 100, wo
                     break
                 if one.track is not None:
                     held.add(one.track)
-            elif "fail" in one.record.key:
+            elif "fail" in one.identity.key:
                 failed.append(failed_line(one, delay=60.0))
                 end = LaneEnd(lane.hex(), Then.RETRY, 60.0)
                 break
-            elif "dead" in one.record.key:
+            elif "dead" in one.identity.key:
                 failed.append(failed_line(one, dead=True))
-                end = LaneEnd(lane.hex(), Then.BLOCKED, blocker=one.record.identity.digest.hex())
+                end = LaneEnd(lane.hex(), Then.BLOCKED, blocker=one.identity.digest.hex())
                 break
             else:
                 if work is not None:
                     await work(unit.tx, one)
-                ran.append(one.record.key)
+                ran.append(one.identity.key)
                 done.append(done_line(one))
         ends.append(end)
     closing = TurnClosing(owner, ends, done, failed, blocked, behind)
@@ -205,11 +205,11 @@ async def turn(unit: Any, owner: str, lanes: list[bytes], *, most: int = 100, wo
 
 
 def done_line(one: Queued, **more: Any) -> DoneLine:
-    return DoneLine(one.seq, one.record.identity.digest.hex(), handler="pay", **more)
+    return DoneLine(one.seq, one.identity.digest.hex(), handler="pay", **more)
 
 
 def failed_line(one: Queued, **more: Any) -> FailedLine:
-    return FailedLine(one.seq, one.record.identity.digest.hex(), BOOM, handler="pay", **more)
+    return FailedLine(one.seq, one.identity.digest.hex(), BOOM, handler="pay", **more)
 
 
 def blocked_line(one: Queued, deadline: datetime | None = None) -> BlockedLine:
@@ -217,9 +217,9 @@ def blocked_line(one: Queued, deadline: datetime | None = None) -> BlockedLine:
     needed = one.unmet.position
     return BlockedLine(
         one.seq,
-        one.record.identity.digest.hex(),
+        one.identity.digest.hex(),
         one.lane.hex(),
-        needed.tenant or one.record.tenant,
+        needed.tenant or one.identity.tenant,
         needed.stream,
         needed.position,
         deadline,

@@ -30,8 +30,11 @@ due AS MATERIALIZED (
     ORDER BY run_at LIMIT :most::int FOR NO KEY UPDATE OF onceward_lanes SKIP LOCKED),
 claimed AS MATERIALIZED (
     UPDATE onceward_lanes l SET owner = :owner::text, state = 'running' FROM due WHERE l.lane = due.lane
-    RETURNING l.lane)
-SELECT uuid_send(held) AS lane_id, t.* FROM onceward_read(:owner::text, ARRAY (SELECT lane FROM claimed), 4) t
+    RETURNING l.lane, l.ctid AS place),
+turn AS MATERIALIZED (
+    SELECT set_config('onceward.turn', coalesce(array_agg(place)::text, '{}'), true), array_agg(lane) AS lanes
+    FROM claimed)
+SELECT t.* FROM turn, LATERAL onceward_read(4, false, turn.lanes) t
 """
 
 
@@ -58,6 +61,7 @@ def claim_and_read_in_one_statement() -> None:
         messages = tuple(queued_of(row) for row in read if row["seq"] is not None)
         return Taken(frozenset(lanes), messages, str(read[0]["xid"]))
 
+    SqlUnit._rides = lambda _self: False  # type: ignore[method-assign]
     SqlUnit.claim_lanes = claim_lanes  # type: ignore[method-assign]
     SqlUnit.take_lanes = take_lanes  # type: ignore[assignment, method-assign]
 

@@ -89,7 +89,7 @@ class QueueUnits:
         assert await queue.accept(line) == [Kept.ACCEPTED]
         lanes = await queue.claim()
         (one,) = (await queue.look("w", lanes)).messages
-        assert (one.record.state, one.record.attempts, one.record.payload) == (State.ACCEPTED, 1, {"n": 1})
+        assert (one.attempts, one.message.payload) == (1, {"n": 1})
 
     async def test_a_start_mark_is_in_flight_until_its_runner_is_dead(self, queue: Queue, lab: Lab) -> None:
         record = await self._draft("o-1", payload={"n": 1})
@@ -220,7 +220,7 @@ class QueueUnits:
             assert await queue.claim("w") == {lane_of("a"): 1}
             async with queue.unit() as unit:
                 (one,) = (await unit.take_lanes("w", [lane_of("a")], most=1)).messages
-                assert one.record.key == f"o-{n}"
+                assert one.identity.key == f"o-{n}"
                 closing = TurnClosing("w", [LaneEnd(lane_of("a").hex())], [done_line(one)])
                 await unit.close_lanes(closing, consumer=CONSUMER, host="h")
                 await unit.commit()
@@ -333,7 +333,7 @@ class QueueUnits:
         async with queue.unit() as unit:
             await unit.mark_start("w", lane_of("l"), identity_of("o-1"))
             (one,) = (await unit.take_lanes("w", [lane_of("l")], most=9)).messages
-            assert one.record.started == 1
+            assert one.started == 1
             closing = TurnClosing("w", [LaneEnd(lane_of("l").hex())], [done_line(one, started=1)])
             await unit.close_lanes(closing, consumer=CONSUMER, host="h")
             await unit.commit()
@@ -347,8 +347,8 @@ class QueueUnits:
             messages = (await unit.take_lanes("w", [lane_of("l")], most=9)).messages
             for message in messages:
                 await unit.savepoint()
-                await lab.write(unit.tx, message.record.key)
-                if message.record.key == "two":
+                await lab.write(unit.tx, message.identity.key)
+                if message.identity.key == "two":
                     await unit.back_to_savepoint()
             closing = TurnClosing("w", [LaneEnd(lane_of("l").hex())], [done_line(one) for one in messages])
             await unit.close_lanes(closing, consumer=CONSUMER, host="h")
@@ -447,7 +447,7 @@ class QueueUnits:
             assert await unit.wake_overdue(CONSUMER) == 1
             assert await unit.wake_overdue(CONSUMER) == 0
         (one,) = (await queue.look("v", await queue.claim("v"))).messages
-        assert one.record.key == "a1"
+        assert one.identity.key == "a1"
 
     @pytest.mark.parametrize("how", ["claim", "take", "claim_many", "joined", "dead", "turn"])
     async def test_every_way_to_settle_wakes(self, queue: Queue, how: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -287,9 +286,11 @@ async def test_control_claim_and_read_in_one_statement_is_caught(postgres_lab: P
     assert "IF missing > 0 THEN" in closing, "onceward_close has changed: look for where it counts"
     await postgres_lab.query(closing.replace("IF missing > 0 THEN", "IF false THEN"))
     source = await source_of(postgres_lab, "onceward_take")
-    locking = re.compile(r"ours := ARRAY \(\s*SELECT lane FROM onceward_lanes .*?FOR NO KEY UPDATE\);", re.DOTALL)
-    assert locking.search(source), "onceward_take has changed: look for where it locks"
-    reading = locking.sub("ours := claimed;", source).replace("onceward_take(", "onceward_read(")
+    held = "turn tid[] := current_setting('onceward.turn');"
+    assert held in source, "onceward_take has changed: look for which lanes it reads"
+    seen = "turn tid[] := ARRAY (SELECT l.ctid FROM onceward_lanes l WHERE l.lane = ANY (claimed));"
+    reading = source.replace(held, seen).replace("onceward_take(", "onceward_read(")
+    reading = reading.replace("together boolean)", "together boolean, claimed uuid[])", 1)
     await postgres_lab.query(reading.replace("LANGUAGE plpgsql", "LANGUAGE plpgsql STABLE", 1))
     race = Race(postgres_lab, seed=1, control=True, mistake=MISTAKE)
     problems = await race.run(8, patience=3)

@@ -22,7 +22,7 @@ from onceward.errors import InboxClosed, OncewardError, TryLater, UsageError
 from onceward.handlers import BulkHandler
 from onceward.lease import run_leased
 from onceward.outcome import Kind, Outcome
-from onceward.queue import LaneClaim, QueueUnit, Share
+from onceward.queue import Begun, QueueUnit, Share, Taken
 from onceward.settle import CONFLICTS, Settler
 from onceward.shield import finish
 from onceward.slot import Settings, Slot
@@ -32,6 +32,8 @@ from onceward.wake import Bell
 
 CLAIM_LEASE = 3.0
 """Seconds between the claim of a lane and the moment when others may have it, unless its turn has begun."""
+LARGEST = 500
+"""Messages that a worker takes at once, at most, unless told otherwise: more than that gains nothing."""
 OVERDUE_EVERY = 1.0
 """Seconds between two looks for dependencies that did not come in time."""
 
@@ -43,6 +45,8 @@ class Step(msgspec.Struct):
     claimed: Sequence[bytes] = ()
     """Lanes."""
     full: bool = False
+    again: bool = False
+    """A turn had to be done again, with more care."""
     due: float | None = None
     """Seconds until a lane is due, when none was claimed."""
 
@@ -53,7 +57,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     share: Share | None = None
     concurrency: int = 1
     poll_interval: float = 1.0
-    batch: int = 100
+    batch: int = LARGEST
     grace: float = 25.0
 
 
@@ -143,23 +147,26 @@ class Crew:
         self, unit: QueueUnit[Any], owner: str, options: Options, *, lanes: int, most: int, step: Step
     ) -> Slot | None:
         """What was claimed is worked on or given back, whatever happens."""
-        consumer, claims = self._settings.intake.consumer, list[LaneClaim]()
+        settings, begun = self._settings, list[Begun]()
 
-        async def claim() -> None:
-            claims.extend(await unit.claim_lanes(consumer, owner, most=lanes, lease=CLAIM_LEASE, share=options.share))
+        async def begin() -> None:
+            begun.append(await unit.begin_turn(
+                self.consumer, owner, lanes=lanes, most=most, lease=CLAIM_LEASE, share=options.share,
+                idle_limit=settings.freeze_after, apart=settings.on_begin is not None,
+            ))  # fmt: skip
 
         try:
-            await finish(claim())
-            if not claims:
-                step.due = await unit.due_in(consumer, options.share)
+            await finish(begin())
+            step.claimed = begun[0].claimed
+            if not step.claimed:
+                step.due = await unit.due_in(self.consumer, options.share)
                 return None
-            step.claimed = [claim.lane for claim in claims]
-            return await self._turns(unit, owner, claims, options, most=most, step=step)
+            return await self._turns(unit, owner, begun[0], options, most=most, step=step)
         except SystemExit:
             raise  # a handler ends the process: as any crash, so that one which always does is found out
         except BaseException:
-            if claims:
-                await finish(self._give_back(unit, owner, [claim.lane for claim in claims]))
+            if begun:
+                await finish(self._give_back(unit, owner, begun[0].claimed))
             raise
 
     async def _leased(self, owner: str, slot: Slot) -> list[Slot]:
@@ -180,26 +187,25 @@ class Crew:
         with suppress(OncewardError):
             async with self._settler.plain_unit() as unit:
                 if slot.marked:
-                    await unit.unmark_start(slot.queued.record.identity)
+                    await unit.unmark_start(slot.queued.identity)
                 await unit.release(owner, [slot.queued.lane], delay=delay)
 
     async def _turns(
-        self, unit: QueueUnit[Any], owner: str, claims: Sequence[LaneClaim], options: Options, *, most: int, step: Step
+        self, unit: QueueUnit[Any], owner: str, begun: Begun, options: Options, *, most: int, step: Step
     ) -> Slot | None:
         """What is settled goes into the step; what is to be run with a lease comes back."""
-        sound = [claim.lane for claim in claims if claim.claims == 1]
-        suspect = [claim.lane for claim in claims if claim.claims > 1]
         leased: Slot | None = None
         later: list[bytes] = []  # one lease at a time
-        for lanes, number in self._groups(sound, most):
-            for turn, slots in await self._together(unit, owner, lanes, options, number):
+        for lanes, number in self._groups(begun.lanes, most):
+            for turn, slots in await self._together(unit, owner, lanes, options, most=number, taken=begun.taken):
                 step.slots += slots
                 step.full = step.full or turn.full
+                step.again = step.again or turn.care is not Care.OPTIMISTIC
                 if leased is None:
                     leased = turn.leased
                 elif turn.leased is not None:
                     later.append(turn.leased.queued.lane)
-        for lane in suspect:
+        for lane in begun.suspects:
             if leased is not None:
                 later.append(lane)
                 continue
@@ -211,11 +217,11 @@ class Crew:
                 await unit.release(owner, later)
         except BaseException:
             if leased is not None and leased.marked:
-                await finish(self._unmark(unit, leased.queued.record.identity))
+                await finish(self._unmark(unit, leased.queued.identity))
             raise
         return leased
 
-    def _groups(self, lanes: list[bytes], most: int) -> list[tuple[list[bytes], int]]:
+    def _groups(self, lanes: Sequence[bytes], most: int) -> list[tuple[Sequence[bytes], int]]:
         """What shares a transaction, and how many messages of each lane."""
         if not lanes:
             return []
@@ -224,11 +230,18 @@ class Crew:
         return [(lanes, max(1, most // len(lanes)))]
 
     async def _together(
-        self, unit: QueueUnit[Any], owner: str, lanes: list[bytes], options: Options, most: int
+        self,
+        unit: QueueUnit[Any],
+        owner: str,
+        lanes: Sequence[bytes],
+        options: Options,
+        *,
+        most: int,
+        taken: Taken | None,
     ) -> list[tuple[Turn, list[Slot]]]:
         """In one turn; where that cannot be, each lane has its own, with one message."""
         with suppress(Again):
-            return [await self._patiently(partial(self._turn, unit, owner, lanes, options, most=most))]
+            return [await self._patiently(partial(self._turn, unit, owner, lanes, options, most=most), taken=taken)]
         alone = partial(self._turn, unit, owner, options=options, most=1)
         return [await self._patiently(partial(alone, [lane]), Care.ALONE) for lane in lanes]
 
@@ -242,17 +255,21 @@ class Crew:
         most: int,
         care: Care,
         marked: bytes | None = None,
+        taken: Taken | None = None,
     ) -> Turn:
         return Turn(
             unit, owner, lanes, self._settings,
             most=most, given=options.given, bulk=options.bulk, limits=self.limits, care=care, marked=marked,
+            taken=taken,
         )  # fmt: skip
 
-    async def _patiently(self, turn_of: Callable[..., Turn], care: Care = Care.OPTIMISTIC) -> tuple[Turn, list[Slot]]:
+    async def _patiently(
+        self, turn_of: Callable[..., Turn], care: Care = Care.OPTIMISTIC, taken: Taken | None = None
+    ) -> tuple[Turn, list[Slot]]:
         """Again with more care where it failed, and again as it was where the database asks for that."""
         conflicts = 0
         while True:
-            turn = turn_of(care=care)
+            turn, taken = turn_of(care=care, taken=taken), None  # what was taken counts for the first try
             try:
                 return turn, await turn.work()
             except Again:
@@ -276,7 +293,7 @@ class Crew:
         await unit.rollback()
         if lane not in taken.lanes:
             return None, []
-        head = taken.messages[0].record.identity if taken.messages else None
+        head = taken.messages[0].identity if taken.messages else None
         marked, settled = None if head is None else head.digest, False
         try:
             if head is not None and await finish(unit.mark_start(owner, lane, head)) is None:
@@ -286,7 +303,7 @@ class Crew:
                 partial(self._turn, unit, owner, [lane], options, most=1, marked=marked)
             )
             ours = slots if turn.leased is None else [*slots, turn.leased]
-            settled = any(slot.queued.record.identity == head for slot in ours)
+            settled = any(slot.queued.identity == head for slot in ours)
             return turn, slots
         except SystemExit:
             settled = True  # a crash: its mark stays
@@ -330,7 +347,7 @@ class Crew:
             outcome = slot.outcome
             if outcome is None or (quiet and outcome.error is None):
                 continue
-            message, identity = slot.message, slot.queued.record.identity
+            message, identity = slot.message, slot.queued.identity
             if outcome.kind is Kind.IGNORED:
                 bus.emit(events.Ignored(consumer=consumer, type=message.type, message_id=message.id))
             elif outcome.kind is Kind.BUSY and isinstance(outcome.error, UsageError):

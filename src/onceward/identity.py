@@ -21,6 +21,13 @@ class Identity(msgspec.Struct, frozen=True, dict=True):
     scope: str
     key: str
 
+    @staticmethod
+    def known(digest: bytes, consumer: str, tenant: str, scope: str, key: str) -> Identity:
+        """One whose digest is known: it comes from a store."""
+        identity = Identity(consumer, tenant, scope, key)
+        identity.__dict__["digest"] = digest
+        return identity
+
     @property
     def digest(self) -> bytes:
         known = self.__dict__

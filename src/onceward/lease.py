@@ -105,7 +105,7 @@ class Lease:
         """What a handler returned after it had completed: for duplicates, and no more than that."""
         slot, self.result = self._slot, result
         slot.keep_result(result)
-        closing = Closing(slot.queued.record.identity, slot.encoded, slot.duration_ms)
+        closing = Closing(slot.queued.identity, slot.encoded, slot.duration_ms)
         async with self._settler.plain_unit() as unit:
             await unit.repair(unclaim=(), complete=[closing], bury=())
 
@@ -133,7 +133,7 @@ class Lease:
         with suppress(OncewardError):
             async with self._settler.plain_unit() as unit:
                 if self._slot.marked and lane in await unit.extend(self._owner, [lane], 1.0):
-                    await unit.unmark_start(self._slot.queued.record.identity)
+                    await unit.unmark_start(self._slot.queued.identity)
                 await unit.release(self._owner, [lane])
 
     async def _write_failure(self, error: Exception) -> bool:

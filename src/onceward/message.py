@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
+from copy import copy as _copy
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
@@ -148,6 +149,45 @@ def _in_utc(moment: object) -> datetime:
         return moment.astimezone(UTC)
     except OverflowError as error:
         raise InvalidMessage("occurred_at is outside of the years that can be written") from error
+
+
+_BLANK: Message[Any] = Message(id="-", type="-", payload=None)
+
+
+def restored(  # noqa: PLR0917 - called for each message
+    id: str,  # noqa: A002 - the word of the domain
+    type: str,  # noqa: A002
+    payload: Any,
+    source: str,
+    topic: str,
+    tenant: str | None,
+    headers: Mapping[str, Any] | None,
+    occurred_at: datetime | None,
+    stream: str | None,
+    position: int | None,
+    depends_on: tuple[Position, ...],
+    body: bytes | None,
+) -> Message[Any]:
+    """A message that a store has kept. It was checked when it was made; to check it again would take longer than all
+    else that is done with it."""
+    message = _copy(_BLANK)
+    force_setattr(message, "id", id)
+    force_setattr(message, "type", type)
+    force_setattr(message, "payload", payload)
+    force_setattr(message, "source", source)
+    force_setattr(message, "topic", topic)
+    force_setattr(message, "tenant", tenant)
+    force_setattr(message, "headers", headers or {})
+    if occurred_at is not None:
+        force_setattr(message, "occurred_at", occurred_at)
+    if stream is not None:
+        force_setattr(message, "stream", stream)
+        force_setattr(message, "position", position)
+    if depends_on:
+        force_setattr(message, "depends_on", depends_on)
+    if body is not None:
+        force_setattr(message, "body", body)
+    return message
 
 
 _CORE_ATTRIBUTES = {"id", "source", "type", "specversion", "time", "data", "data_base64"}

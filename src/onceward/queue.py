@@ -4,6 +4,7 @@ them out again.
     accept                                                           a message is kept, and its lane is there
     claim_lanes                                                      a worker owns some lanes, for a short while
     take_lanes, handlers, close_lanes, commit                        one turn: their messages, in one transaction
+    begin_turn                                                       the same with fewer trips, where that is possible
     release                                                          given back untouched: nobody crashed
 
 A **lane** that has something to do is one row with a time: from then on a worker may claim it. The claim is committed
@@ -27,12 +28,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from onceward.identity import Identity
-from onceward.message import Position
+from onceward.message import Message, Position
 from onceward.record import Record, State
 from onceward.store import Unit
 
@@ -120,7 +121,8 @@ class Queued(msgspec.Struct, frozen=True, gc=False):
     seq: int
     """Its place in the order of arrival, which is the record's received_position."""
     lane: bytes
-    record: Record
+    identity: Identity
+    message: Message[Any]
     now: datetime
     """The database's time when it was read."""
     rank: int = SHARED
@@ -130,6 +132,13 @@ class Queued(msgspec.Struct, frozen=True, gc=False):
     behind: bool = False
     """A message of its track that is set aside comes first."""
     unmet: Unmet | None = None
+    attempts: int = 0
+    """As those of its record, and so is what follows."""
+    started: int = 0
+    origin: str | None = None
+    received_at: datetime | None = None
+    places: tuple[str, str] | None = None
+    """Where the store has its record and itself, if it finds them faster so."""
 
     @property
     def waits(self) -> float:
@@ -148,6 +157,20 @@ class Taken(msgspec.Struct, frozen=True):
     """The transaction, where the database can tell later what became of it."""
 
 
+class Begun(msgspec.Struct, frozen=True):
+    """Lanes that were claimed, and perhaps the turn that has begun with them."""
+
+    lanes: Sequence[bytes]
+    suspects: Sequence[bytes] = ()
+    """More lanes, whose last worker died, or froze: each has a turn of its own."""
+    taken: Taken | None = None
+    """None: it has not begun."""
+
+    @property
+    def claimed(self) -> list[bytes]:
+        return [*self.lanes, *self.suspects]
+
+
 class DoneLine(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """It took effect."""
 
@@ -160,6 +183,9 @@ class DoneLine(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A retention of its own."""
     started: int = 0
     """1 where a start mark of ours is to be taken back."""
+    record: str | None = None
+    """Where its record is, and its row in the queue: see Queued.places."""
+    row: str | None = None
 
 
 class FailedLine(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -199,6 +225,7 @@ class Then(StrEnum):
     LATER = "later"  # after `delay` seconds, when its first message is due
     WAIT = "wait"  # it is one stream, whose first message waits for a position
     BLOCKED = "blocked"  # by a dead letter, until a person says how it goes on
+    KEPT = "kept"  # it stays ours: its message runs with a lease
 
 
 class LaneEnd(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -219,6 +246,8 @@ class TurnClosing(msgspec.Struct, frozen=True):
     blocked: Sequence[BlockedLine] = ()
     behind: Sequence[int] = ()
     """The seq of those that come after one of their track that is set aside."""
+    lone: bool = False
+    """Each of its lanes is one message without a lane, and done."""
 
 
 Share = tuple[int, int]
@@ -248,14 +277,29 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
         After `idle_limit` seconds of silence the database may end the transaction, where it can.
         """
 
+    async def begin_turn(
+        self,
+        consumer: str,
+        owner: str,
+        *,
+        lanes: int,
+        most: int,
+        lease: float,
+        share: Share | None = None,
+        idle_limit: float | None = None,
+        apart: bool = False,
+    ) -> Begun:
+        """Claim up to so many lanes. Where that can be said in the same trip, and unless each is to be worked on
+        `apart`, also begin a turn with them, in which there are about `most` messages in all."""
+
     async def hold_lanes(self, owner: str, lanes: Sequence[bytes]) -> frozenset[bytes]:
         """Begin a transaction that locks those lanes that are still ours."""
 
-    async def unmet_of(self, record: Record) -> Unmet | None:
-        """In the turn's transaction: the first position that the record depends on and that is not processed."""
+    async def unmet_of(self, queued: Queued, depends_on: Sequence[Position]) -> Unmet | None:
+        """In the turn's transaction: the first of these positions that is not processed."""
 
-    async def waits_in_circle(self, record: Record, needed: Position) -> bool:
-        """In the turn's transaction: whether what is needed waits, by however many others, for this record's stream at
+    async def waits_in_circle(self, queued: Queued, needed: Position) -> bool:
+        """In the turn's transaction: whether what is needed waits, by however many others, for this message's stream at
         its position or later."""
 
     async def stood(self, taken: Taken) -> bool | None:

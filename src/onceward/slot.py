@@ -61,30 +61,30 @@ class Slot(msgspec.Struct, eq=False):
 
     @property
     def identity(self) -> str:
-        return self.queued.record.identity.digest.hex()
+        return self.queued.identity.digest.hex()
 
     @property
     def is_ordered(self) -> bool:
         """It is in a lane, which others may be in too."""
-        return self.queued.lane != self.queued.record.identity.digest
+        return self.queued.lane != self.queued.identity.digest
 
     @property
     def attempts(self) -> int:
         """With this one."""
-        return self.queued.record.attempts + 1
+        return self.queued.attempts + 1
 
     @property
     def crashes(self) -> int:
-        return max(0, self.queued.record.started - self.marked)
+        return max(0, self.queued.started - self.marked)
 
     def retry(self, settings: Settings) -> RetryPolicy:
         return (self.handler.retry if self.handler is not None else None) or settings.retry
 
     def run(self, handler: Handler) -> Current:
         """What the handler may know about its own run."""
-        record = self.queued.record
-        redelivered = self.attempts > 1 or record.started > 0
-        return Current(record.identity, handler.name, self.attempts, redelivered, record.origin)
+        queued, attempts = self.queued, self.attempts
+        redelivered = attempts > 1 or queued.started > 0
+        return Current(queued.identity, handler.name, attempts, redelivered, queued.origin)
 
     def keep_result(self, result: Any) -> None:
         self.encoded = None if result is None else codec.encode(result, "result", ResultInvalid)
@@ -121,15 +121,18 @@ class Slot(msgspec.Struct, eq=False):
     # --- what is written down -------------------------------------------------------------------------------
 
     def done_line(self) -> DoneLine:
-        handler = self.handler
+        handler, queued = self.handler, self.queued
+        record, row = queued.places or (None, None)
         return DoneLine(
-            seq=self.queued.seq,
-            identity=self.identity,
-            handler=None if handler is None else handler.name,
-            result=None if self.encoded is None else self.encoded.decode(),
-            duration_ms=self.duration_ms or None,
-            keep_ms=None if handler is None else milliseconds(handler.retention),
-            started=self.marked,
+            queued.seq,
+            queued.identity.digest.hex(),
+            None if handler is None else handler.name,
+            None if self.encoded is None else self.encoded.decode(),
+            self.duration_ms or None,
+            None if handler is None else milliseconds(handler.retention),
+            self.marked,
+            record,
+            row,
         )
 
     def failed_line(self, outcome: Outcome[Any]) -> FailedLine:

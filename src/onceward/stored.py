@@ -13,7 +13,7 @@ import msgspec
 
 from onceward import events
 from onceward.accept import Acceptor, asked
-from onceward.crew import Crew, Options, check_share, outcome_of_slot
+from onceward.crew import LARGEST, Crew, Options, check_share, outcome_of_slot
 from onceward.errors import InboxClosed, InvalidMessage, NotDead, OncewardError, UsageError
 from onceward.handlers import bulk_handler_of
 from onceward.intake import Intake
@@ -188,7 +188,7 @@ class StoredInbox(Generic[Tx]):
         grace: float = 25.0,
         share: tuple[int, int] | None = None,
         poll_interval: float = 1.0,
-        batch: int = 100,
+        batch: int = LARGEST,
     ) -> None:
         """Work on the queue until `stop` is set, or for ever.
 
@@ -212,7 +212,7 @@ class StoredInbox(Generic[Tx]):
         grace: float = 25.0,
         share: tuple[int, int] | None = None,
         poll_interval: float = 1.0,
-        batch: int = 100,
+        batch: int = LARGEST,
     ) -> AbstractAsyncContextManager[RunningWorker]:
         """`run` in the background, for as long as the block lasts."""
         options = _options(

@@ -91,6 +91,7 @@ class Turn:
         limits: Limits | None = None,
         care: Care = Care.OPTIMISTIC,
         marked: bytes | None = None,
+        taken: Taken | None = None,
     ) -> None:
         self.unit = self._unit = unit
         self._owner = owner
@@ -100,10 +101,11 @@ class Turn:
         self._given = given
         self._bulk = bulk
         self._limits = limits or Limits()
-        self._care = care
+        self.care = care
         self._marked = marked
         """The digest of a message whose start was marked by us."""
-        self._taken = Taken(frozenset(), ())
+        self._taken = taken or Taken(frozenset(), ())
+        self._has_begun = taken is not None
         self._slots: list[Slot] = []
         self._ends: dict[bytes, LaneEnd] = {}
         """Of lanes in which nothing more runs in this turn."""
@@ -121,9 +123,10 @@ class Turn:
     async def work(self) -> list[Slot]:
         """What was settled, in its order; committed."""
         unit = self._unit
-        self._taken = await unit.take_lanes(
-            self._owner, self._lanes, most=self._most, idle_limit=self._settings.freeze_after
-        )
+        if not self._has_begun:
+            self._taken = await unit.take_lanes(
+                self._owner, self._lanes, most=self._most, idle_limit=self._settings.freeze_after
+            )
         if not self._taken.lanes:
             await unit.rollback()
             return []
@@ -161,13 +164,12 @@ class Turn:
         return runnable
 
     def _slot_of(self, queued: Queued) -> Slot:
-        record = queued.record
-        marked = self._marked is not None and record.identity.digest == self._marked
-        return Slot(queued, record.message(), int(marked))
+        marked = self._marked is not None and queued.identity.digest == self._marked
+        return Slot(queued, queued.message, int(marked))
 
     def _may_follow(self, slot: Slot) -> bool:
         queued = slot.queued
-        if queued.behind or queued.waits > 0 or queued.unmet is not None or queued.record.started:
+        if queued.behind or queued.waits > 0 or queued.unmet is not None or queued.started:
             return False
         try:
             handler = self._handler_of(slot)
@@ -183,33 +185,33 @@ class Turn:
         return queued.lane in self._ends or (queued.track is not None and (queued.lane, queued.track) in self._stopped)
 
     async def _admits(self, slot: Slot) -> bool:
-        queued, record = slot.queued, slot.queued.record
+        queued = slot.queued
         if queued.behind:
             self._behind.append(queued.seq)
             self._stop_track(slot)
             return False
         if queued.waits > 0:
-            self._stop(slot, Then.RETRY if record.attempts else Then.LATER, queued.waits)
+            self._stop(slot, Then.RETRY if queued.attempts else Then.LATER, queued.waits)
             return False
-        if not await self._dependencies_met(slot):
+        if queued.unmet is not None and not await self._dependencies_met(slot):
             return False
         return self._has_handler(slot)
 
     async def _dependencies_met(self, slot: Slot) -> bool:
-        queued, record, unmet = slot.queued, slot.queued.record, slot.queued.unmet
+        queued, unmet = slot.queued, slot.queued.unmet
         if unmet is not None and self._settings.on_dead_dependency == "run" and _is_dead(unmet.state):
             unmet = await self._next_unmet(slot)
         if unmet is None:
             return True
         needed, timeout = unmet.position, self._settings.dependency_timeout
-        deadline = None if timeout is None or record.received_at is None else record.received_at + timeout
+        deadline = None if timeout is None or queued.received_at is None else queued.received_at + timeout
         text = f"position {needed.position} of {needed.stream!r}"
         problem: Exception | None = None
         if _is_dead(unmet.state) and self._settings.on_dead_dependency == "dead":
             problem = DependencyDead(f"it depends on {text}, which is a dead letter", position=needed)
         elif deadline is not None and deadline <= queued.now:
             problem = DependencyMissing(f"it depends on {text}, which did not come within {timeout}", position=needed)
-        elif await self._unit.waits_in_circle(record, needed):
+        elif await self._unit.waits_in_circle(queued, needed):
             problem = DependencyCycle(f"it depends on {text}, which waits for it", position=needed)
         if problem is not None:
             self._settle(slot, slot.bury(problem, self._settings, counted=False))
@@ -219,7 +221,7 @@ class Turn:
                 seq=queued.seq,
                 identity=slot.identity,
                 lane=queued.lane.hex(),
-                tenant=needed.tenant or record.tenant,
+                tenant=needed.tenant or queued.identity.tenant,
                 stream=needed.stream,
                 position=needed.position,
                 deadline=deadline,
@@ -233,15 +235,15 @@ class Turn:
 
     async def _next_unmet(self, slot: Slot) -> Any:
         """Apart from those that are dead."""
-        record = slot.queued.record
-        left = list(record.depends_on)
+        queued, tenant = slot.queued, slot.queued.identity.tenant
+        left = list(queued.message.depends_on)
         while left:
-            missing = await self._unit.unmet_of(msgspec.structs.replace(record, depends_on=tuple(left)))
+            missing = await self._unit.unmet_of(queued, left)
             if missing is None or not _is_dead(missing.state):
                 return missing
             found = missing.position
-            left = [one for one in left if (one.tenant or record.tenant, one.stream, one.position)
-                    != (found.tenant or record.tenant, found.stream, found.position)]  # fmt: skip
+            left = [one for one in left if (one.tenant or tenant, one.stream, one.position)
+                    != (found.tenant or tenant, found.stream, found.position)]  # fmt: skip
         return None
 
     def _has_handler(self, slot: Slot) -> bool:
@@ -262,10 +264,10 @@ class Turn:
                 self._stop(slot, Then.LATER, CROWDED_PAUSE)
                 return False
             self._using.append(handler)
-        record, crashes = slot.queued.record, slot.crashes
-        if crashes > 0 and slot.retry(self._settings).exhausted(record.attempts + crashes):
+        attempts, crashes = slot.queued.attempts, slot.crashes
+        if crashes > 0 and slot.retry(self._settings).exhausted(attempts + crashes):
             died = f"the process died {crashes} times while handling it; no attempts are left"
-            exhausted = AttemptsExhausted(died, attempts=record.attempts)
+            exhausted = AttemptsExhausted(died, attempts=attempts)
             self._settle(slot, slot.bury(exhausted, self._settings, counted=False))
             return False
         if handler.lease is not None and self._bulk is None:
@@ -288,7 +290,7 @@ class Turn:
     # --- handlers -------------------------------------------------------------------------------------------
 
     async def _run_each(self, slots: list[Slot]) -> None:
-        careful, alone, began = self._care >= Care.CAREFUL, True, perf_counter()
+        careful, alone, began = self.care >= Care.CAREFUL, True, perf_counter()
         for slot in slots:
             if self._bars(slot):
                 continue
@@ -375,7 +377,7 @@ class Turn:
                 await self._unit.savepoint()
             first = False
             try:
-                await self._run_part(bulk, part)
+                await self._run_part(bulk, part, carefully=len(part) < len(slots) or self.care >= Care.CAREFUL)
             except BaseException as error:  # noqa: BLE001 - also cancellation: everything must be undone
                 if len(part) == 1:
                     await self._failed(part[0], error, alone=True)
@@ -386,20 +388,21 @@ class Turn:
                     payload = codec.decode(packed[id(slot)])
                     slot.message = msgspec.structs.replace(slot.message, payload=payload)
 
-    async def _run_part(self, bulk: BulkHandler, part: list[Slot]) -> None:
+    async def _run_part(self, bulk: BulkHandler, part: list[Slot], *, carefully: bool) -> None:
         unit, settings, began = self._unit, self._settings, perf_counter()
         token = enter(BulkRun(bulk.shape.name))
         try:
             if settings.on_begin is not None:
                 await settings.on_begin(unit.tx, part[0].message)
-            seen = [slot for slot in part if await self._seen_before(slot)]
-            part = [slot for slot in part if slot not in seen]
+            seen = [slot for slot in part if settings.intake.seen_before and await self._seen_before(slot)]
+            part = [slot for slot in part if slot not in seen] if seen else part
             messages = [slot.handler.decoded(slot.message) for slot in part if slot.handler is not None]
             results = await bulk.run(messages, unit.tx) if messages else ()
             encoded = [None if one is None else codec.encode(one, "result", ResultInvalid) for one in results]
             if not unit.stands and not unit.lost:
                 raise HandlerEndedTransaction
-            await unit.savepoint()
+            if carefully:
+                await unit.savepoint()  # it also tells whether the transaction is still alive
         finally:
             leave(token)
         for slot in seen:
@@ -450,10 +453,11 @@ class Turn:
                 failed.append(slot.failed_line(outcome))
             else:
                 done.append(slot.done_line())
-        kept = None if self.leased is None else self.leased.queued.lane
-        lanes = [lane for lane in sorted(self._taken.lanes) if lane != kept]
-        ends = [self._ends.get(lane) or LaneEnd(lane.hex()) for lane in lanes]
-        return TurnClosing(self._owner, ends, done, failed, self._blocked, self._behind)
+        if self.leased is not None:
+            self._stop(self.leased, Then.KEPT)
+        ends = [self._ends.get(lane) or LaneEnd(lane.hex()) for lane in sorted(self._taken.lanes)]
+        lone = len(done) == len(ends) and not any(slot.is_ordered for slot in self._slots)
+        return TurnClosing(self._owner, ends, done, failed, self._blocked, self._behind, lone)
 
     async def _refused(self, error: Exception) -> None:
         """Nothing was written. Who is to blame is known only when one message ran."""

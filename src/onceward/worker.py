@@ -59,8 +59,8 @@ class Pace:
         elif messages * 2 <= lanes * self._depth:
             self._depth, self._pause = max(1, self._depth // 2), self.PAUSE
 
-    def after(self, seconds: float, *, full: bool) -> None:
-        if seconds > LONG:
+    def after(self, seconds: float, *, full: bool, again: bool) -> None:
+        if seconds > LONG or again:  # where some fail, little is done again
             self.size = max(1, self.size // 2)
         elif full and seconds < LONG / 4:
             self.size = min(self._largest, self.size * 2)
@@ -119,7 +119,7 @@ async def _work(crew: Crew, options: Options, stop: asyncio.Event) -> None:
             if step.claimed:
                 full = step.full or len(step.claimed) >= pace.lanes
                 pace.found(len(step.claimed), len(step.slots))
-                pace.after(monotonic() - began, full=full)
+                pace.after(monotonic() - began, full=full, again=step.again)
                 continue
             pace.idle()
             patience = options.poll_interval if step.due is None else min(options.poll_interval, step.due)

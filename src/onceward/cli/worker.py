@@ -35,7 +35,9 @@ def add(commands: Commands) -> None:
     parser = command(commands, "worker", "work on what an inbox has accepted", _WORKER)
     parser.add_argument("app", metavar="APP", help="module:name of the inbox, such as shop.main:inbox")
     parser.add_argument("--concurrency", metavar="N", type=int, default=1, help="workers in this process (default: 1)")
-    parser.add_argument("--batch", metavar="N", type=int, default=100, help="messages per transaction (default: 100)")
+    parser.add_argument(
+        "--batch", metavar="N", type=int, default=500, help="messages per transaction, at most (default: 500)"
+    )
     parser.add_argument("--share", metavar="K/N", type=_share, help="a fixed share of the lanes, such as 0/3")
     parser.add_argument("--grace", metavar="SECONDS", type=float, default=25.0, help="to end in (default: 25)")
     parser.add_argument(

@@ -184,6 +184,7 @@ LANES = sa.Table(
     _text("state", server_default="ready"),
     _moment("run_at"),
     _text("owner", nullable=True),
+    _moment("until"),
     sa.Column("claims", sa.Integer, nullable=False, server_default="0"),
     _id("blocker", nullable=True),
     sa.CheckConstraint("state IN ('ready', 'running', 'retrying', 'later', 'waiting', 'blocked')"),

@@ -110,9 +110,11 @@ def _pieces(sql: str) -> tuple[list[str], tuple[str, ...]]:
 
 
 def literal(value: object) -> str:
-    """A closed encoder: whole numbers, text, bytes and times. Anything else is refused."""
+    """A closed encoder: truth, whole numbers, text, bytes and times. Anything else is refused."""
     if value is None:
         return "NULL"
+    if type(value) is bool:
+        return "TRUE" if value else "FALSE"
     if type(value) is str:
         return _text(value)
     if type(value) is int:

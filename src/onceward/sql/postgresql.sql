@@ -363,44 +363,55 @@ SELECT place, how, known_hash
 FROM onceward_accept(:consumer::text, :host::text, :lines::text::json, :lanes::text::json)
 
 -- name: queue_claim
-SELECT uuid_send(lane) AS lane, claims, first_due
-FROM onceward_claim(:consumer::text, :owner::text, :most::int, :lease::float8, :since::timestamptz)
-
--- name: queue_claim_share
-SELECT uuid_send(lane) AS lane, claims, first_due
+SELECT uuid_send(one.lane) AS lane, one.claims, first_due
 FROM onceward_claim(
+         :consumer::text, :owner::text, :most::int, :lease::float8, :since::timestamptz, :shares::bigint,
+         :number::bigint) c,
+     unnest(c.lanes, c.claims) AS one(lane, claims)
+
+-- name: queue_claim_for_turn
+SELECT onceward_claim(
     :consumer::text, :owner::text, :most::int, :lease::float8, :since::timestamptz, :shares::bigint, :number::bigint)
 
--- name: queue_take
-SELECT uuid_send(held) AS lane_id, t.* FROM onceward_take(
-    :owner::text, string_to_array(:lanes::text, ',')::uuid[], :most::int) t
-
--- name: queue_hold
-SELECT uuid_send(lane) AS lane FROM onceward_lanes
-WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[]) AND owner = :owner::text
-ORDER BY lane FOR NO KEY UPDATE
+-- name: queue_open_claimed
+SELECT onceward_open(:owner::text)
 
 -- name: queue_open
-SELECT onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[]); SAVEPOINT onceward_turn
+SELECT onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[])
+
+-- name: queue_savepoint
+SAVEPOINT onceward_turn
+
+-- name: queue_take
+SELECT * FROM onceward_take(:most::int, :together::boolean)
+
+-- name: queue_hold
+SELECT uuid_send(lane) AS lane FROM unnest(onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[])) lane
 
 -- name: queue_close_at_commit
 SELECT (onceward_close(
-    :consumer::text, :host::text, :owner::text, :lanes::text::json, :done::text::json, :failed::text::json,
-    :blocked::text::json, :behind::text::json) = 0)::int
+    :consumer::text, :host::text, :owner::text, :lone::boolean, :ends::text::json, :failed::text::json,
+    :blocked::text::json, :behind::text::json, :seqs::text::bigint[], :identities::text::uuid[], :handlers::text::text[],
+    :results::text::text[], :durations::text::float8[], :keeps::text::bigint[], :starts::text::integer[],
+    :records::text::tid[], :rows::text::tid[]) = 0)::int
 
 -- name: queue_close
 SELECT onceward_close(
-    :consumer::text, :host::text, :owner::text, :lanes::text::json, :done::text::json, :failed::text::json,
-    :blocked::text::json, :behind::text::json) AS missing
+    :consumer::text, :host::text, :owner::text, :lone::boolean, :ends::text::json, :failed::text::json,
+    :blocked::text::json, :behind::text::json, :seqs::text::bigint[], :identities::text::uuid[], :handlers::text::text[],
+    :results::text::text[], :durations::text::float8[], :keeps::text::bigint[], :starts::text::integer[],
+    :records::text::tid[], :rows::text::tid[]) AS missing
 
 -- name: queue_release
 UPDATE onceward_lanes
-SET owner = NULL, claims = greatest(0, claims - 1), state = 'ready',
+SET owner = NULL, until = NULL, claims = greatest(0, claims - 1), state = 'ready',
     run_at = clock_timestamp() + :delay::float8 * interval '1 second'
 WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[]) AND owner = :owner::text
 
 -- name: queue_extend
-UPDATE onceward_lanes SET run_at = clock_timestamp() + :lease::float8 * interval '1 second'
+UPDATE onceward_lanes
+SET until = clock_timestamp() + :lease::float8 * interval '1 second',
+    run_at = clock_timestamp() + :lease::float8 * interval '1 second'   -- out of the way of those who look for work
 WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[]) AND owner = :owner::text
 RETURNING uuid_send(lane) AS lane
 
@@ -424,15 +435,16 @@ WHERE identity = :identity::text::uuid AND started > 0
 -- A lane whose claim is over, and that is there all the same, is locked by its turn, however long that takes; or it is
 -- claimed when somebody looks the next time.
 -- name: queue_due_in
-SELECT extract(epoch FROM run_at - clock_timestamp())::float8 AS seconds FROM onceward_lanes
-WHERE consumer = :consumer::text AND run_at IS NOT NULL AND NOT (state = 'running' AND run_at <= clock_timestamp())
-ORDER BY run_at LIMIT 1
-
--- name: queue_due_in_share
-SELECT extract(epoch FROM run_at - clock_timestamp())::float8 AS seconds FROM onceward_lanes
-WHERE consumer = :consumer::text AND run_at IS NOT NULL AND share % :shares::bigint = :number::bigint
-  AND NOT (state = 'running' AND run_at <= clock_timestamp())
-ORDER BY run_at LIMIT 1
+SELECT extract(epoch FROM least(
+    (SELECT run_at FROM onceward_lanes
+     WHERE consumer = :consumer::text AND run_at IS NOT NULL AND until IS NULL
+       AND share % :shares::bigint = :number::bigint
+     ORDER BY run_at LIMIT 1),
+    (SELECT min(until) FROM (
+        SELECT until, share FROM onceward_lanes
+        WHERE consumer = :consumer::text AND run_at IS NOT NULL ORDER BY run_at LIMIT 1000) first
+     WHERE until > clock_timestamp() AND share % :shares::bigint = :number::bigint)
+) - clock_timestamp())::float8 AS seconds
 
 -- name: queue_overdue
 SELECT onceward_overdue(:consumer::text) AS woken

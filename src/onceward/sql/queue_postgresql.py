@@ -11,7 +11,7 @@ import msgspec
 
 from onceward.errors import HandlerEndedTransaction
 from onceward.identity import Identity, digest
-from onceward.queue import Kept, KeptLine, LaneClaim, QueueLine, Share, Taken, TurnClosing
+from onceward.queue import Begun, DoneLine, Kept, KeptLine, LaneClaim, QueueLine, Share, Taken, Then, TurnClosing
 from onceward.record import Record
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
@@ -19,7 +19,7 @@ from onceward.sql.queue_rows import lanes_of, queued_of
 from onceward.sql.verbs import record_of
 
 _NEW = KeptLine(Kept.NEW)
-_PARTS = ("done", "failed", "blocked", "behind")
+_PARTS = ("failed", "blocked", "behind")
 
 
 def accept(dialect: Dialect, lines: Sequence[QueueLine], consumer: str, host: str) -> Plan[list[KeptLine]]:
@@ -42,6 +42,17 @@ class Mark:
         self.since: datetime | None = None
         self.looked = 0.0
 
+    def begin(self) -> datetime | None:
+        """Where the next claim begins to look."""
+        if self.since is None or monotonic() >= self.looked + LOOK_BACK:
+            self.looked = monotonic()
+            return None
+        return self.since
+
+    def found(self, first_due: datetime | None, *, all_that_was_asked: bool) -> None:
+        """Where there was less there is no backlog, and what comes next may be anywhere."""
+        self.since = first_due if all_that_was_asked else None
+
 
 Marks: TypeAlias = dict[tuple[str, Share | None], Mark]
 
@@ -53,24 +64,49 @@ def claim_lanes(
     dialect: Dialect, consumer: str, owner: str, *, most: int, lease: float, share: Share | None, marks: Marks
 ) -> Plan[list[LaneClaim]]:
     mark = marks.setdefault((consumer, share), Mark())
-    since = mark.since if monotonic() < mark.looked + LOOK_BACK else None
-    params = {"consumer": consumer, "owner": owner, "most": most, "lease": float(lease)}
-    result = yield _shared(dialect, "queue_claim", {**params, "since": since}, share)
-    if not result.rows and since is not None:
-        since = None
-        result = yield _shared(dialect, "queue_claim", {**params, "since": None}, share)
-    if since is None:
-        mark.looked = monotonic()
-    # Where there was less than asked for there is no backlog, and what comes next is looked for once and not twice.
-    mark.since = result.rows[0]["first_due"] if len(result.rows) == most else None
-    return [LaneClaim(bytes(row["lane"]), row["claims"]) for row in result.rows]
+    params = _claiming(consumer, owner, most, lease, share)
+    rows = (yield dialect("queue_claim", {**params, "since": mark.begin()})).rows
+    mark.found(rows[0]["first_due"] if rows else None, all_that_was_asked=len(rows) == most)
+    return [LaneClaim(bytes(row["lane"]), row["claims"]) for row in rows]
 
 
-def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int) -> Plan[Taken]:
-    result = yield dialect("queue_take", _owned(owner, lanes) | {"most": most})
-    held = frozenset(bytes(row["lane_id"]) for row in result.rows)
-    messages = tuple(queued_of(row) for row in result.rows if row["seq"] is not None)
-    return Taken(held, messages, str(result.rows[0]["xid"]) if result.rows else None)
+def claiming(
+    dialect: Dialect, consumer: str, owner: str, *, most: int, lease: float, share: Share | None, marks: Marks
+) -> Statement:
+    """A claim to be said before the BEGIN of its turn."""
+    mark = marks.setdefault((consumer, share), Mark())
+    params = _claiming(consumer, owner, most, lease, share)
+    return dialect("queue_claim_for_turn", {**params, "lease": str(lease), "since": mark.begin()})
+
+
+def _claiming(consumer: str, owner: str, most: int, lease: float, share: Share | None) -> dict[str, Any]:
+    return {"consumer": consumer, "owner": owner, "most": most, "lease": float(lease), **_share(share)}
+
+
+def take_claimed(
+    dialect: Dialect, consumer: str, *, lanes: int, most: int, share: Share | None, marks: Marks
+) -> Plan[Begun]:
+    """What was claimed so, and opened with BEGIN."""
+    rows = (yield dialect("queue_take", {"most": most, "together": True})).rows
+    taken = _taken([row for row in rows if row["claims"] == 1])
+    begun = Begun(list(taken.lanes), [row["lane_id"] for row in rows if row["claims"] > 1], taken)
+    first_due = rows[0]["first_due"] if rows else None
+    marks[consumer, share].found(first_due, all_that_was_asked=len(begun.claimed) == lanes)
+    return begun
+
+
+def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int, *, opened: bool) -> Plan[Taken]:
+    if not opened:
+        yield dialect("queue_open", _owned(owner, lanes))
+    result = yield dialect("queue_take", {"most": most, "together": False})
+    return _taken(result.rows)
+
+
+def _taken(rows: Sequence[Mapping[str, Any]]) -> Taken:
+    if not rows:
+        return Taken(frozenset(), ())
+    held = frozenset([row["lane_id"] for row in rows])
+    return Taken(held, tuple([queued_of(row) for row in rows if row["seq"] is not None]), str(rows[0]["xid"]))
 
 
 def stood(dialect: Dialect, taken: Taken) -> Plan[bool | None]:
@@ -86,9 +122,11 @@ def hold_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Plan[fro
     return frozenset(bytes(row["lane"]) for row in result.rows)
 
 
-def opening(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Statement:
-    """To be said with BEGIN: the lock of the lanes, and the savepoint of the turn."""
-    return dialect("queue_open", _owned(owner, lanes))
+def opening(dialect: Dialect, owner: str, lanes: Sequence[bytes] | None = None) -> list[Statement]:
+    """To be said with BEGIN: the lock of the lanes, or of what was just claimed, and the savepoint of the turn."""
+    if lanes is None:
+        return [dialect("queue_open_claimed", {"owner": owner}), dialect("queue_savepoint")]
+    return [dialect("queue_open", _owned(owner, lanes)), dialect("queue_savepoint")]
 
 
 def closing(dialect: Dialect, closing: TurnClosing, consumer: str, host: str) -> Statement:
@@ -103,8 +141,44 @@ def close_lanes(dialect: Dialect, closing: TurnClosing, consumer: str, host: str
 
 
 def _closing(closing: TurnClosing, consumer: str, host: str) -> dict[str, Any]:
+    special = [end for end in closing.lanes if end.then is not Then.NEXT]
     parts = {name: _json(lines) if (lines := getattr(closing, name)) else None for name in _PARTS}
-    return {"consumer": consumer, "host": host, "owner": closing.owner, "lanes": _json(closing.lanes), **parts}
+    return {
+        "consumer": consumer,
+        "host": host,
+        "owner": closing.owner,
+        "lone": closing.lone,
+        "ends": _json(special) if special else None,
+        **parts,
+        **(_columns(closing.done) if closing.done else _NOTHING_DONE),
+    }
+
+
+def _columns(lines: Sequence[DoneLine]) -> dict[str, str | None]:
+    return {name: _array([getattr(line, field) for line in lines]) for name, field in _COLUMNS.items()}
+
+
+_COLUMNS = {
+    "seqs": "seq", "identities": "identity", "handlers": "handler", "results": "result", "durations": "duration_ms",
+    "keeps": "keep_ms", "starts": "started", "records": "record", "rows": "row",
+}  # fmt: skip
+_NOTHING_DONE: dict[str, str | None] = dict.fromkeys(_COLUMNS)
+_QUOTED = str.maketrans({"\\": "\\\\", '"': '\\"'})
+
+
+def _array(values: Sequence[Any]) -> str | None:
+    """An array as PostgreSQL writes it; None where there is nothing in it."""
+    if not any(values):
+        return None
+    return f"{{{','.join([_item(value) for value in values])}}}"
+
+
+def _item(value: Any) -> str:
+    if value is None:
+        return "NULL"
+    if type(value) is not str:
+        return str(value)
+    return f'"{value}"' if "\\" not in value and '"' not in value else f'"{value.translate(_QUOTED)}"'
 
 
 def release(dialect: Dialect, owner: str, lanes: Sequence[bytes], delay: float) -> Plan[None]:
@@ -135,8 +209,9 @@ def call(dialect: Dialect, consumer: str) -> Plan[None]:
 
 
 def due_in(dialect: Dialect, consumer: str, share: Share | None) -> Plan[float | None]:
-    result = yield _shared(dialect, "queue_due_in", {"consumer": consumer}, share)
-    return max(0.0, result.rows[0]["seconds"]) if result.rows else None
+    result = yield dialect("queue_due_in", {"consumer": consumer, **_share(share)})
+    seconds: float | None = result.rows[0]["seconds"]
+    return None if seconds is None else max(0.0, seconds)
 
 
 def wake_overdue(dialect: Dialect, consumer: str) -> Plan[int]:
@@ -156,11 +231,9 @@ def drop(dialect: Dialect, identity: Identity, line: QueueLine) -> Plan[bool]:
     return bool(result.rows[0]["done"])
 
 
-def _shared(dialect: Dialect, name: str, params: Mapping[str, Any], share: Share | None) -> Any:
-    if share is None:
-        return dialect(name, params)
-    number, shares = share
-    return dialect(f"{name}_share", {**params, "number": number, "shares": shares})
+def _share(share: Share | None) -> dict[str, int]:
+    number, shares = share or (0, 1)
+    return {"number": number, "shares": shares}
 
 
 def _owned(owner: str, lanes: Sequence[bytes]) -> dict[str, Any]:

@@ -9,12 +9,15 @@ from typing import Any
 import msgspec
 
 from onceward.errors import UsageError
-from onceward.message import Position
+from onceward.identity import Identity
+from onceward.message import Position, restored
 from onceward.queue import Queued, QueueLine, Unmet
-from onceward.record import Record, State
+from onceward.record import State
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan
-from onceward.sql.verbs import moment_of, record_of, unmet
+from onceward.sql.verbs import unmet
+
+_decode = msgspec.json.decode
 
 
 class LaneLine(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -46,27 +49,29 @@ CIRCLE = 100
 """So many positions are looked at before a circle is given up."""
 
 
-def unmet_of(dialect: Dialect, record: Record) -> Plan[Unmet | None]:
-    missing = yield from unmet(dialect, record)
+def unmet_of(dialect: Dialect, queued: Queued, depends_on: Sequence[Position]) -> Plan[Unmet | None]:
+    of = queued.identity
+    missing = yield from unmet(dialect, of, depends_on)
     if missing is None:
         return None
-    state, _ = yield from _look(dialect, record.consumer, missing, record.tenant)
+    state, _ = yield from _look(dialect, of.consumer, missing, of.tenant)
     return Unmet(missing, state)
 
 
-def waits_in_circle(dialect: Dialect, record: Record, needed: Position) -> Plan[bool]:
+def waits_in_circle(dialect: Dialect, queued: Queued, needed: Position) -> Plan[bool]:
     """Step by step from what is needed to what that needs, and so on; what is done needs nothing."""
+    of, stream, own = queued.identity, queued.message.stream, queued.message.position
     seen: set[tuple[str, str, int]] = set()
-    todo = [(needed, record.tenant)]
+    todo = [(needed, of.tenant)]
     while todo and len(seen) < CIRCLE:
         position, tenant = todo.pop()
         at = (position.tenant or tenant, position.stream, position.position)
-        if record.position is not None and at[:2] == (record.tenant, record.stream) and at[2] >= record.position:
+        if own is not None and at[:2] == (of.tenant, stream) and at[2] >= own:
             return True
         if at in seen:
             continue
         seen.add(at)
-        state, needs = yield from _look(dialect, record.consumer, position, tenant)
+        state, needs = yield from _look(dialect, of.consumer, position, tenant)
         if state is not State.PROCESSED:
             todo += [(one, at[0]) for one in needs]
     return False
@@ -85,23 +90,49 @@ def _look(
 
 
 def queued_of(row: Mapping[str, Any]) -> Queued:
-    if row["state"] is None:
+    """As PostgreSQL gives it, see onceward_take."""
+    if row["type"] is None:
         raise UsageError(
             "a message in the queue has no record that this role can see. Workers must see the records of all tenants; "
             "see docs/stored.md about row-level security. Or somebody deleted the record."
         )
-    unmet = None
-    if row["unmet_stream"] is not None:
-        needed = Position(row["unmet_stream"], row["unmet_position"], row["unmet_tenant"])
-        unmet = Unmet(needed, None if row["unmet_state"] is None else State(row["unmet_state"]))
-    return Queued(
-        seq=row["seq"],
-        lane=bytes(row["lane_id"]),
-        record=record_of(row),
-        now=moment_of(row["now"]),
-        rank=row["rank"],
-        due=None if row["due"] is None else moment_of(row["due"]),
-        track=row["track"],
-        behind=bool(row["behind"]),
-        unmet=unmet,
+    tenant, payload, headers = row["tenant"], row["payload"], row["headers"]
+    depends_on, unmet = row["depends_on"], row["unmet"]
+    message = restored(
+        row["message_id"],
+        row["type"],
+        None if payload is None else _decode(payload),
+        row["source"],
+        row["topic"],
+        tenant,
+        None if headers is None else _decode(headers),
+        row["occurred_at"],
+        row["stream"],
+        row["position"],
+        () if depends_on is None else _decode(depends_on, type=tuple[Position, ...]),
+        row["body"],
     )
+    return Queued(
+        row["seq"],
+        row["lane_id"],
+        Identity.known(row["identity"], row["consumer"], tenant, row["scope"], row["key"]),
+        message,
+        row["now"],
+        row["rank"],
+        row["due"],
+        row["track"],
+        row["behind"],
+        None if unmet is None else _unmet_of(unmet),
+        row["attempts"],
+        row["started"],
+        row["origin"],
+        row["received_at"],
+        (row["record_place"], row["row_place"]),
+    )
+
+
+def _unmet_of(text: str) -> Unmet:
+    found = _decode(text)
+    state = found["state"]
+    needed = Position(found["stream"], found["position"], found["tenant"])
+    return Unmet(needed, None if state is None else State(state))

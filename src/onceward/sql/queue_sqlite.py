@@ -143,13 +143,18 @@ def _queued(dialect: Dialect, lane: bytes, row: Row, *, behind: bool) -> Plan[Qu
     return Queued(
         seq=row["seq"],
         lane=lane,
-        record=record,
+        identity=record.identity,
+        message=record.message(),
         now=moment_of(row["now"]),
         rank=row["rank"],
         due=None if row["due"] is None else moment_of(row["due"]),
         track=row["track"],
         behind=behind,
         unmet=unmet,
+        attempts=record.attempts,
+        started=record.started,
+        origin=record.origin,
+        received_at=record.received_at,
     )
 
 
@@ -243,6 +248,8 @@ def _end(dialect: Dialect, owner: str, end: LaneEnd, waiting: set[int]) -> Plan[
         "state": "ready",
         "delay": _seconds(0.0),
     }
+    if end.then is Then.KEPT:
+        return
     if end.then in _ENDS:
         params["state"] = _ENDS[end.then]
         params["delay"] = None if end.then is Then.BLOCKED else _seconds(end.delay)

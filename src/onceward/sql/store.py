@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from onceward.identity import Identity
 from onceward.message import Position
-from onceward.queue import KeptLine, LaneClaim, QueueLine, Share, Taken, TurnClosing, Unmet
+from onceward.queue import Begun, KeptLine, LaneClaim, Queued, QueueLine, Share, Taken, TurnClosing, Unmet
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
 from onceward.sql import queue_postgresql, queue_rows, queue_sqlite, queue_stats, upkeep, verbs
@@ -249,7 +249,7 @@ class SqlUnit(Generic[Tx]):
         return await self._say(verbs.take(self._dialect, found, record))
 
     async def unmet(self, record: Record) -> Position | None:
-        return await self._say(verbs.unmet(self._dialect, record))
+        return await self._say(verbs.unmet(self._dialect, record.identity, record.depends_on))
 
     async def complete(self, record: Record) -> None:
         await self._say(verbs.complete(self._dialect, record))
@@ -364,25 +364,58 @@ class SqlUnit(Generic[Tx]):
     async def take_lanes(
         self, owner: str, lanes: Sequence[bytes], *, most: int, idle_limit: float | None = None
     ) -> Taken:
-        if idle_limit is not None and self._dialect.sets:
-            self._session.idle_limit = idle_limit  # type: ignore[attr-defined] # of PostgreSQL
-        plan = self._queue.take_lanes(self._dialect, owner, lanes, most)
+        session: Any = self._session
+        if not self._dialect.sets:
+            return await self._start(self._queue.take_lanes(self._dialect, owner, lanes, most))
+        session.idle_limit = idle_limit
         if self._begin is not None or not self._rides():
-            return await self._start(plan)
+            return await self._start(self._queue.take_lanes(self._dialect, owner, lanes, most, opened=False))
         # The savepoint that a turn begins with comes after the lock, or it would be given back with it.
-        self._session.opening = self._queue.opening(self._dialect, owner, lanes)  # type: ignore[attr-defined]
-        taken: Taken = await self._start(plan)
+        session.opening = self._queue.opening(self._dialect, owner, lanes)
+        return await self._opened(self._queue.take_lanes(self._dialect, owner, lanes, most, opened=True))
+
+    async def begin_turn(
+        self,
+        consumer: str,
+        owner: str,
+        *,
+        lanes: int,
+        most: int,
+        lease: float,
+        share: Share | None = None,
+        idle_limit: float | None = None,
+        apart: bool = False,
+    ) -> Begun:
+        if apart or self._begin is not None or not self._rides():
+            claims = await self.claim_lanes(consumer, owner, most=lanes, lease=lease, share=share)
+            sound = [claim.lane for claim in claims if claim.claims == 1]
+            return Begun(sound, [claim.lane for claim in claims if claim.claims > 1])
+        session: Any = self._session
+        known: dict[str, Any] = {"share": share, "marks": self._driver.marks}  # type: ignore[attr-defined]
+        session.claiming = self._queue.claiming(self._dialect, consumer, owner, most=lanes, lease=lease, **known)
+        session.opening = self._queue.opening(self._dialect, owner)
+        session.idle_limit = idle_limit
+        begun: Begun = await self._opened(
+            self._queue.take_claimed(self._dialect, consumer, lanes=lanes, most=most, **known)
+        )
+        if not begun.lanes:
+            await self.rollback()
+        return begun
+
+    async def _opened(self, plan: Plan[T]) -> T:
+        """Begin a turn whose savepoint was made with BEGIN."""
+        value = await self._start(plan)
         self._placed = self._unused = True
-        return taken
+        return value
 
     async def hold_lanes(self, owner: str, lanes: Sequence[bytes]) -> frozenset[bytes]:
         return await self._start(self._queue.hold_lanes(self._dialect, owner, lanes))
 
-    async def unmet_of(self, record: Record) -> Unmet | None:
-        return await self._say(queue_rows.unmet_of(self._dialect, record))
+    async def unmet_of(self, queued: Queued, depends_on: Sequence[Position]) -> Unmet | None:
+        return await self._say(queue_rows.unmet_of(self._dialect, queued, depends_on))
 
-    async def waits_in_circle(self, record: Record, needed: Position) -> bool:
-        return await self._say(queue_rows.waits_in_circle(self._dialect, record, needed))
+    async def waits_in_circle(self, queued: Queued, needed: Position) -> bool:
+        return await self._say(queue_rows.waits_in_circle(self._dialect, queued, needed))
 
     async def stood(self, taken: Taken) -> bool | None:
         if taken.xid is None:

@@ -43,13 +43,14 @@ def take(dialect: Dialect, found: Record, record: Record) -> Plan[bool]:
     return taken.changed == 1
 
 
-def unmet(dialect: Dialect, record: Record) -> Plan[Position | None]:
-    for needed in record.depends_on:
+def unmet(dialect: Dialect, of: Identity, depends_on: Sequence[Position]) -> Plan[Position | None]:
+    """The first of them that is not processed; without a tenant they mean that of the identity."""
+    for needed in depends_on:
         done = yield dialect(
             "position_done",
             {
-                "consumer": record.consumer,
-                "tenant": needed.tenant or record.tenant,
+                "consumer": of.consumer,
+                "tenant": needed.tenant or of.tenant,
                 "stream": needed.stream,
                 "position": needed.position,
             },

@@ -17,7 +17,12 @@ from onceward.sqlite import SqliteStore
 from onceward.store import Store
 from onceward.testing.lab import Lab
 
-_TIMES = (("onceward_lanes", "run_at"), ("onceward_pending", "due"), ("onceward_records", "next_try_at"))
+_TIMES = (
+    ("onceward_lanes", "run_at"),
+    ("onceward_lanes", "until"),
+    ("onceward_pending", "due"),
+    ("onceward_records", "next_try_at"),
+)
 
 
 class SqlLab(Lab):

@@ -8,11 +8,11 @@ from typing import Any
 
 VERBS = ("mark", "claim", "claim_many", "commit", "fail")
 QUEUE_VERBS = (
-    "accept", "claim_lanes", "take_lanes", "hold_lanes", "mark_start", "close_lanes", "close_and_commit", "release",
-    "extend",
+    "accept", "begin_turn", "claim_lanes", "take_lanes", "hold_lanes", "mark_start", "close_lanes", "close_and_commit",
+    "release", "extend",
 )  # fmt: skip
 POINTS = tuple(f"{when} {verb}" for verb in VERBS + QUEUE_VERBS for when in ("before", "after"))
-"""Between "after claim" or "after take_lanes" and "before commit" lies the handler, which can stop where it likes."""
+"""Between "after claim" or "after begin_turn" and "before commit" lies the handler, which can stop where it likes."""
 
 Reached = Callable[[str], Awaitable[None]]
 

@@ -155,7 +155,9 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         guard = self._guard
         return guard is not None and not guard.has_ended and self._in_transaction()
 
-    opening: Statement | None = None
+    claiming: Statement | None = None
+    """A transaction of its own, said before the next BEGIN in the same trip."""
+    opening: Iterable[Statement] = ()
     """What else is said in the trip of the next BEGIN; its rows are not wanted."""
     _riding: Statement | None = None
 
@@ -167,11 +169,13 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         self._guard = self._new_guard()
         known = self._known
         trip = f"{known.begin}'{self._token}'"
+        if self.claiming is not None:
+            trip = f"BEGIN ISOLATION LEVEL READ COMMITTED; {inlined(self.claiming)}; COMMIT; {trip}"
         if self.idle_limit is not None:
             trip += f"; SET LOCAL idle_in_transaction_session_timeout = {await self._idle_limit(self.idle_limit)}"
-        opening, self.opening, self._riding = self.opening, None, None
-        if opening is not None:
-            trip += f"; {inlined(opening)}"
+        for statement in self.opening:
+            trip += f"; {inlined(statement)}"
+        self.claiming, self.opening, self._riding = None, (), None
         # A text literal means what we say only with standard_conforming_strings.
         if first is None or gives_rows(first.sql) or not self._has_standard_strings():
             await self._say(trip)

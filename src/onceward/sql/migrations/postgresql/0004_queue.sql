@@ -19,9 +19,11 @@ CREATE TABLE onceward_lanes (
               CHECK (state IN ('ready', 'running', 'retrying', 'later', 'waiting', 'blocked')),
     run_at    timestamptz,        -- NULL: somebody has to wake it
     owner     text,               -- the worker that claimed it last
+    until     timestamptz,        -- and has it until then, unless its turn takes longer; NULL: nobody has it
     claims    integer NOT NULL DEFAULT 0,   -- claims that nobody gave back
     blocker   uuid                -- the dead letter that holds it up
-);
+) WITH (fillfactor = 50);
+-- A claim changes nothing that is indexed, and there is room for it in the same page: it costs no index anything.
 -- Sleeping lanes are not in it; those that are due later are at its end. So their number costs a worker nothing.
 CREATE INDEX onceward_lanes_due ON onceward_lanes (consumer, run_at) WHERE run_at IS NOT NULL;
 CREATE INDEX onceward_lanes_asleep ON onceward_lanes (consumer) WHERE run_at IS NULL;
@@ -248,37 +250,48 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
 -- A lane that has ended stays in the index until VACUUM, and at its beginning, where everybody looks. So whoever has
 -- claimed something before begins with the time that it found there (`since`), and looks from the beginning only now
 -- and then, and when there is nothing: for lanes that were committed late.
+--
+-- What was claimed is remembered in the session too, for those who begin their turn in the same trip (onceward_open):
+-- lanes by their places, apart from those whose last worker died, which have turns of their own.
 CREATE FUNCTION onceward_claim(
-        of_consumer text, by_owner text, most integer, lease float8, since timestamptz, shares bigint DEFAULT 1,
-        number bigint DEFAULT 0)
-    RETURNS TABLE (lane uuid, claims integer, first_due timestamptz)
+        of_consumer text, by_owner text, most integer, lease float8, since timestamptz, shares bigint, number bigint,
+        OUT lanes uuid[], OUT claims integer[], OUT first_due timestamptz)
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
     SET enable_bitmapscan = off
+    SET enable_hashjoin = off
+    SET enable_mergejoin = off
     SET plan_cache_mode = force_generic_plan
     SET jit = off
     AS $$
     #variable_conflict use_column
     DECLARE
-        due uuid[];
-        first timestamptz;
+        sound tid[];
+        suspect uuid[];
     BEGIN
-        SELECT array_agg(lane), min(run_at) INTO due, first FROM (
-            SELECT lane, run_at FROM onceward_lanes
-            WHERE consumer = of_consumer AND run_at >= coalesce(since, '-infinity') AND run_at <= now()
-              AND share % shares = number
-            ORDER BY run_at LIMIT most FOR NO KEY UPDATE SKIP LOCKED) due;
-        IF due IS NULL THEN
-            RETURN;
-        END IF;
-        PERFORM set_config('synchronous_commit', 'off', true);
-        RETURN QUERY
-        UPDATE onceward_lanes l
-        SET owner = by_owner, claims = l.claims + 1, state = 'running',
-            run_at = clock_timestamp() + lease * interval '1 second'
-        WHERE l.lane = ANY (due)
-        RETURNING l.lane, l.claims, first;
+        LOOP
+            WITH due AS MATERIALIZED (
+                SELECT ctid AS place, run_at FROM onceward_lanes
+                WHERE consumer = of_consumer AND run_at >= coalesce(since, '-infinity') AND run_at <= now()
+                  AND (until IS NULL OR until <= now()) AND share % shares = number
+                ORDER BY run_at LIMIT most FOR NO KEY UPDATE SKIP LOCKED),
+            claimed AS (
+                UPDATE onceward_lanes l
+                SET owner = by_owner, claims = l.claims + 1, state = 'running',
+                    until = clock_timestamp() + lease * interval '1 second'
+                FROM due WHERE l.ctid = due.place
+                RETURNING l.lane, l.claims, l.ctid AS place, due.run_at)
+            SELECT array_agg(lane), array_agg(claims), min(run_at),
+                   array_agg(place) FILTER (WHERE claims = 1), array_agg(lane) FILTER (WHERE claims > 1)
+            INTO lanes, claims, first_due, sound, suspect FROM claimed;
+            EXIT WHEN lanes IS NOT NULL OR since IS NULL;
+            since := NULL;
+        END LOOP;
+        PERFORM set_config('synchronous_commit', 'off', true),
+                set_config('onceward.claimed', coalesce(sound::text, '{}'), false),
+                set_config('onceward.suspect', coalesce(suspect::text, '{}'), false),
+                set_config('onceward.first_due', coalesce(first_due::text, ''), false);
     END $$;
 
 -- The first position in `depends_on` that is not processed, and the state of the record there.
@@ -304,8 +317,9 @@ CREATE FUNCTION onceward_unmet(of_consumer text, of_tenant text, depends_on json
         ORDER BY n.nth LIMIT 1;
     END $$;
 
--- Hold the lanes that are still ours, for those who say it together with BEGIN.
-CREATE FUNCTION onceward_open(by_owner text, claimed uuid[]) RETURNS void
+-- Begin a turn: hold the lanes that are still ours. Which they are is remembered until the end of the transaction, by
+-- their places, which nobody can change now. Without `claimed` they are those that were just claimed for this turn.
+CREATE FUNCTION onceward_open(by_owner text, claimed uuid[] DEFAULT NULL) RETURNS uuid[]
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
@@ -313,22 +327,36 @@ CREATE FUNCTION onceward_open(by_owner text, claimed uuid[]) RETURNS void
     SET plan_cache_mode = force_generic_plan
     SET jit = off
     AS $$
+    DECLARE
+        places tid[];
+        held uuid[];
     BEGIN
-        PERFORM FROM onceward_lanes WHERE lane = ANY (claimed) AND owner = by_owner ORDER BY lane FOR NO KEY UPDATE;
+        IF claimed IS NULL THEN
+            SELECT array_agg(place), array_agg(lane) INTO places, held FROM (
+                SELECT ctid AS place, lane FROM onceward_lanes
+                WHERE ctid = ANY (current_setting('onceward.claimed')::tid[]) AND owner = by_owner
+                FOR NO KEY UPDATE) ours;
+        ELSE
+            SELECT array_agg(place), array_agg(lane) INTO places, held FROM (
+                SELECT ctid AS place, lane FROM onceward_lanes WHERE lane = ANY (claimed) AND owner = by_owner
+                ORDER BY lane FOR NO KEY UPDATE) ours;
+        END IF;
+        PERFORM set_config('onceward.turn', coalesce(places::text, '{}'), true);
+        RETURN held;
     END $$;
 
--- Begin a turn: hold the lanes that are still ours, then, in a statement of its own, read what they have. In one
--- statement the reading would be as of before the lock.
-CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
+-- Read what the lanes of the turn have, up to `most` messages of each, or about so many in all (`together`). It is a
+-- statement of its own, after onceward_open: in one statement the reading would be as of before the lock.
+--
+-- A row for each message, in the order in which they may run; one for a lane without messages; one for a lane that was
+-- claimed for this turn and has to have its own (`claims`).
+CREATE FUNCTION onceward_take(most integer, together boolean)
     RETURNS TABLE (
-        held uuid, xid bigint, seq bigint, rank bigint, track text, due timestamptz, behind boolean, now timestamptz,
-        unmet_tenant text, unmet_stream text, unmet_position bigint, unmet_state text,
-        consumer text, tenant text, scope text, key text, message_id text, type text, source text, topic text,
-        origin text, state text, attempts integer, started integer, errors text, result text, payload text, body bytea,
-        headers text, payload_hash bytea, extra text, handler text, host text, received_at timestamptz,
-        processed_at timestamptz, duration_ms float8, occurred_at timestamptz, expires_at timestamptz,
-        next_try_at timestamptz, stream text, "position" bigint, depends_on text, received_position bigint,
-        processed_position bigint, lane text)
+        lane_id bytea, claims integer, first_due timestamptz, xid bigint, now timestamptz,
+        seq bigint, rank bigint, track text, due timestamptz, behind boolean, unmet text, record_place text,
+        row_place text, identity bytea, consumer text, tenant text, scope text, key text, message_id text, type text, source text,
+        topic text, origin text, attempts integer, started integer, payload text, body bytea, headers text,
+        received_at timestamptz, occurred_at timestamptz, stream text, "position" bigint, depends_on text)
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
@@ -340,47 +368,39 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
     AS $$
     #variable_conflict use_column
     DECLARE
-        ours uuid[];
+        turn tid[] := current_setting('onceward.turn');
+        first timestamptz;
         -- One entry for each message, in the order in which they may run; one for a lane without messages.
         lanes uuid[];
-        seqs bigint[];
-        identities uuid[];
-        ranks bigint[];
-        tracks text[];
-        dues timestamptz[];
+        places tid[];
         behinds boolean[];
+        has_tracks boolean;
     BEGIN
-        ours := ARRAY (
-            SELECT lane FROM onceward_lanes WHERE lane = ANY (claimed) AND owner = by_owner
-            ORDER BY lane FOR NO KEY UPDATE);
-        PERFORM FROM onceward_pending p WHERE p.lane = ANY (ours) AND p.track IS NOT NULL LIMIT 1;
-        IF NOT FOUND THEN
-            SELECT array_agg(l.lane), array_agg(p.seq), array_agg(p.identity), array_agg(p.rank), array_agg(p.due)
-            INTO lanes, seqs, identities, ranks, dues
-            FROM unnest(ours) AS l(lane)
-            LEFT JOIN LATERAL (
-                SELECT p.seq, p.identity, p.rank, p.due FROM onceward_pending p
-                WHERE p.lane = l.lane AND NOT p.aside
-                ORDER BY p.rank, p.seq LIMIT most) p ON true;
-        ELSE
-            SELECT array_agg(lane), array_agg(seq), array_agg(identity), array_agg(rank), array_agg(track),
-                   array_agg(due), array_agg(behind)
-            INTO lanes, seqs, identities, ranks, tracks, dues, behinds
+        IF together THEN
+            most := greatest(1, most / greatest(1, cardinality(turn)));
+            first := nullif(current_setting('onceward.first_due'), '');
+        END IF;
+        SELECT array_agg(l.lane), array_agg(p.ctid), bool_or(p.track IS NOT NULL) INTO lanes, places, has_tracks
+        FROM onceward_lanes l
+        LEFT JOIN LATERAL (
+            SELECT p.ctid, p.track FROM onceward_pending p
+            WHERE p.lane = l.lane AND NOT p.aside
+            ORDER BY p.rank, p.seq LIMIT most) p ON true
+        WHERE l.ctid = ANY (turn);
+        IF has_tracks THEN
+            SELECT array_agg(lane), array_agg(at), array_agg(behind) INTO lanes, places, behinds
             FROM (
-                SELECT l.lane, q.seq, q.identity, q.rank, q.track, q.due, q.behind
-                FROM unnest(ours) WITH ORDINALITY AS l(lane, place)
+                SELECT l.lane, q.at, q.behind
+                FROM onceward_lanes l
                 LEFT JOIN LATERAL (
-                    -- The first messages; of a track its lowest positions, in the places of those that came first, up to one
-                    -- that is set aside. What is left of the track is behind that.
-                    SELECT h.place, h.rank, h.track,
-                           coalesce(t.seq, h.seq) AS seq,
-                           CASE WHEN t.seq IS NULL THEN h.identity ELSE t.identity END AS identity,
-                           CASE WHEN t.seq IS NULL THEN h.due ELSE t.due END AS due,
+                    -- The first messages; of a track its lowest positions, in the places of those that came first, up
+                    -- to one that is set aside. What is left of the track is behind that.
+                    SELECT h.place, CASE WHEN t.seq IS NULL THEN h.at ELSE t.ctid END AS at,
                            lowest.aside IS NOT NULL AS behind
                     FROM (
                         SELECT first.*, row_number() OVER (ORDER BY first.rank, first.seq) AS place,
                                row_number() OVER (PARTITION BY first.track ORDER BY first.rank, first.seq) AS nth
-                        FROM (SELECT p.* FROM onceward_pending p
+                        FROM (SELECT p.*, p.ctid AS at FROM onceward_pending p
                               WHERE p.lane = l.lane AND NOT p.aside
                               ORDER BY p.rank, p.seq LIMIT most) first) h
                     LEFT JOIN LATERAL (
@@ -391,29 +411,43 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
                     LEFT JOIN onceward_pending t ON t.seq = ANY (ARRAY[lowest.nth[2]]) AND lowest.aside IS NULL
                     WHERE lowest.aside IS NULL
                        OR lowest.aside < ARRAY[coalesce(h."position", 9223372036854775807), h.seq]) q ON true
-                ORDER BY l.place, q.place) h;
+                WHERE l.ctid = ANY (turn)
+                ORDER BY l.lane, q.place) h;
         END IF;
         -- Nested loops, and the other joins are off: so what comes out is in the order of the arrays.
         RETURN QUERY
         SELECT
-            h.lane, txid_current(), h.seq, h.rank, h.track, h.due, coalesce(h.behind, false), clock_timestamp(),
-            d.tenant, d.stream, d."position", d.state,
-            r.consumer, r.tenant, r.scope, r.key, r.message_id, r.type, r.source, r.topic, r.origin, r.state,
-            r.attempts, r.started, r.errors::text, r.result::text, r.payload::text, r.body, r.headers::text,
-            r.payload_hash, r.extra::text, r.handler, r.host, r.received_at, r.processed_at, r.duration_ms,
-            r.occurred_at, r.expires_at, r.next_try_at, r.stream, r."position", r.depends_on::text,
-            r.received_position, r.processed_position, r.lane
-        FROM unnest(lanes, seqs, identities, ranks, tracks, dues, behinds)
-             AS h(lane, seq, identity, rank, track, due, behind)
-        LEFT JOIN onceward_records r ON r.identity = ANY (ARRAY[h.identity])
-        LEFT JOIN LATERAL onceward_unmet(r.consumer, r.tenant, r.depends_on) d ON true;
+            uuid_send(h.lane), 1, first, txid_current(), clock_timestamp(),
+            p.seq, p.rank, p.track, p.due, coalesce(h.behind, false),
+            CASE WHEN r.depends_on IS NOT NULL
+                 THEN (SELECT row_to_json(d)::text FROM onceward_unmet(r.consumer, r.tenant, r.depends_on) d) END,
+            r.ctid::text, p.ctid::text,
+            uuid_send(r.identity), r.consumer, r.tenant, r.scope, r.key, r.message_id, r.type, r.source, r.topic,
+            r.origin, r.attempts, r.started, r.payload::text, r.body, r.headers::text, r.received_at, r.occurred_at,
+            r.stream, r."position", r.depends_on::text
+        FROM unnest(lanes, places, behinds) AS h(lane, place, behind)
+        LEFT JOIN onceward_pending p ON p.ctid = h.place
+        LEFT JOIN onceward_records r ON r.identity = ANY (ARRAY[p.identity]);
+        IF together THEN
+            RETURN QUERY
+            SELECT uuid_send(lane), 2, first, NULL::bigint, clock_timestamp(),
+                   NULL::bigint, NULL::bigint, NULL, NULL::timestamptz, false, NULL, NULL, NULL,
+                   NULL::bytea, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+                   NULL, NULL::integer, NULL::integer, NULL, NULL::bytea, NULL, NULL::timestamptz, NULL::timestamptz,
+                   NULL, NULL::bigint, NULL
+            FROM unnest(current_setting('onceward.suspect')::uuid[]) AS suspect(lane);
+        END IF;
     END $$;
 
 -- End a turn; what it came to are the lines of onceward.queue.TurnClosing, NULL where there are none. The order in it
 -- matters: first what may have to wait for others, then what others may have to wait for; so nobody waits in a circle.
--- How many messages were not there. Nothing may be settled in the transaction after this.
+-- `ends` are lanes that do not simply go on; `lone`: each lane is a message without a lane, and done. How many messages
+-- were not there. Nothing may be settled in the transaction after this.
 CREATE FUNCTION onceward_close(
-        of_consumer text, on_host text, by_owner text, of_lanes json, done json, failed json, blocked json, behind json)
+        of_consumer text, on_host text, by_owner text, lone boolean, ends json, failed json, blocked json, behind json,
+        -- what is done, a column each; records and rows are the places where they were read
+        seqs bigint[], identities uuid[], handlers text[], results text[], durations float8[], keeps bigint[],
+        starts integer[], records tid[], rows tid[])
     RETURNS integer
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
@@ -427,17 +461,18 @@ CREATE FUNCTION onceward_close(
     #variable_conflict use_column
     DECLARE
         unfinished text[] := '{accepted,running,failed}';
-        missing integer := 0;
-        written_rows integer;
-        gone_rows integer;
+        turn tid[] := nullif(current_setting('onceward.turn', true), '');   -- the lanes that we hold
+        alone tid[];                 -- and those of them that nobody is adding to
+        missing integer := 2 * coalesce(cardinality(seqs), 0);   -- what is done, each in two tables
+        looked_up boolean := false;
+        found_rows integer;
         ended record;
         waiting record;
         parked bigint[] := '{}';     -- those that wait now
         too_early uuid[] := '{}';    -- lanes of those whose position is being settled this very moment
-        tracks json;
-        alone uuid[];                -- lanes that nobody is adding to
+        tracks jsonb := '[]';        -- in which something is done, each a lane and a name
     BEGIN
-        IF done IS NOT NULL THEN
+        WHILE missing > 0 LOOP
             UPDATE onceward_records r
             SET state = 'processed', attempts = r.attempts + 1,
                 started = greatest(0, r.started - coalesce(line.started, 0)),
@@ -446,20 +481,32 @@ CREATE FUNCTION onceward_close(
                 payload = NULL, body = NULL, headers = NULL, next_try_at = NULL,
                 expires_at = clock_timestamp() + line.keep_ms * interval '1 millisecond',
                 handler = line.handler, host = on_host
-            FROM json_to_recordset(done) AS line(
-                seq bigint, identity uuid, handler text, result text, duration_ms float8, keep_ms bigint,
-                started integer)
-            WHERE r.identity = ANY (ARRAY[line.identity]) AND r.state = ANY (unfinished);
-            GET DIAGNOSTICS written_rows = ROW_COUNT;
-            WITH gone AS (
-                DELETE FROM onceward_pending p
-                WHERE p.seq = ANY (ARRAY (SELECT seq FROM json_to_recordset(done) AS (seq bigint)))
-                RETURNING p.lane, p.track)
-            SELECT count(*), json_agg(DISTINCT jsonb_build_object('lane', lane, 'track', track))
-                                 FILTER (WHERE track IS NOT NULL)
-            INTO gone_rows, tracks FROM gone;
-            missing := 2 * json_array_length(done) - written_rows - gone_rows;
-        END IF;
+            FROM unnest(records, identities, handlers, results, durations, keeps, starts)
+                 AS line(record, identity, handler, result, duration_ms, keep_ms, started)
+            WHERE r.ctid = line.record AND (r.identity = line.identity) IS TRUE AND r.state = ANY (unfinished);
+            GET DIAGNOSTICS found_rows = ROW_COUNT;
+            missing := missing - found_rows;
+            IF lone THEN
+                DELETE FROM onceward_pending p USING unnest(rows, seqs) AS line("row", seq)
+                WHERE p.ctid = line."row" AND (p.seq = line.seq) IS TRUE;
+                GET DIAGNOSTICS found_rows = ROW_COUNT;
+            ELSE
+                WITH gone AS (
+                    DELETE FROM onceward_pending p USING unnest(rows, seqs) AS line("row", seq)
+                    WHERE p.ctid = line."row" AND (p.seq = line.seq) IS TRUE
+                    RETURNING p.lane, p.track)
+                SELECT tracks || coalesce(jsonb_agg(DISTINCT jsonb_build_object('lane', lane, 'track', track))
+                                              FILTER (WHERE track IS NOT NULL), '[]'), count(*)
+                INTO tracks, found_rows FROM gone;
+            END IF;
+            missing := missing - found_rows;
+            EXIT WHEN missing = 0 OR looked_up;
+            -- Not where they were read: somebody has written to them. Where are they now?
+            looked_up := true;
+            SELECT array_agg((SELECT r.ctid FROM onceward_records r WHERE r.identity = line.identity LIMIT 1) ORDER BY nth),
+                   array_agg((SELECT p.ctid FROM onceward_pending p WHERE p.seq = line.seq LIMIT 1) ORDER BY nth)
+            INTO records, rows FROM unnest(identities, seqs) WITH ORDINALITY AS line(identity, seq, nth);
+        END LOOP;
 
         IF failed IS NOT NULL THEN
             WITH line AS MATERIALIZED (
@@ -488,28 +535,32 @@ CREATE FUNCTION onceward_close(
                 RETURNING r.identity)
             SELECT (SELECT count(*) FROM line) * 2 - (SELECT count(*) FROM gone) - (SELECT count(*) FROM put_off)
                        - (SELECT count(*) FROM written) AS missing,
-                   (SELECT json_agg(DISTINCT jsonb_build_object('lane', lane, 'track', track)) FROM gone
+                   (SELECT jsonb_agg(DISTINCT jsonb_build_object('lane', lane, 'track', track)) FROM gone
                     WHERE track IS NOT NULL) AS tracks
             INTO ended;
             missing := missing + ended.missing;
-            IF ended.tracks IS NOT NULL THEN
-                tracks := (coalesce(tracks::jsonb, '[]') || ended.tracks::jsonb)::json;
-            END IF;
+            tracks := tracks || coalesce(ended.tracks, '[]');
         END IF;
 
         IF missing > 0 THEN
             RETURN missing;
         END IF;
 
+        -- Nobody can have added to a lane that is one message.
+        IF lone THEN
+            DELETE FROM onceward_lanes WHERE ctid = ANY (turn) AND owner = by_owner;
+            RETURN 0;
+        END IF;
+
         -- What comes next in a track need not stay behind any more.
-        IF tracks IS NOT NULL THEN
+        IF tracks <> '[]' THEN
             UPDATE onceward_pending SET aside = false
             WHERE seq = ANY (ARRAY (
                 SELECT seq FROM onceward_pending
                 WHERE coalesce(aside, false) AND seq = ANY (ARRAY (
                     SELECT (SELECT p.seq FROM onceward_pending p WHERE p.lane = t.lane AND p.track = t.track
                             ORDER BY p."position", p.seq LIMIT 1)
-                    FROM json_to_recordset(tracks) AS t(lane uuid, track text)))
+                    FROM jsonb_to_recordset(tracks) AS t(lane uuid, track text)))
                 FOR NO KEY UPDATE SKIP LOCKED));   -- somebody is waking it
         END IF;
 
@@ -547,42 +598,45 @@ CREATE FUNCTION onceward_close(
 
         -- To sleep, or to end, a lane must be ours alone. Where somebody is adding to it, it is looked at again soon.
         alone := ARRAY (
-            SELECT lane FROM onceward_lanes
-            WHERE owner = by_owner AND lane = ANY (ARRAY (
-                SELECT e.lane FROM json_to_recordset(of_lanes) AS e(lane uuid, "then" text)
-                WHERE coalesce(e."then", 'next') IN ('next', 'wait') AND NOT e.lane = ANY (too_early)))
+            SELECT ctid FROM onceward_lanes
+            WHERE ctid = ANY (turn) AND owner = by_owner AND NOT lane = ANY (too_early)
+              AND (ends IS NULL OR NOT lane = ANY (ARRAY (
+                    SELECT e.lane FROM json_to_recordset(ends) AS e(lane uuid, "then" text) WHERE e."then" <> 'wait')))
             FOR UPDATE SKIP LOCKED);
         DELETE FROM onceward_lanes l
-        WHERE l.lane = ANY (alone)
+        WHERE l.ctid = ANY (alone)
           AND (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside
                ORDER BY p.rank, p.seq LIMIT 1) IS NULL
           AND (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND p.aside LIMIT 1) IS NULL;
-        GET DIAGNOSTICS gone_rows = ROW_COUNT;
-        IF gone_rows = json_array_length(of_lanes) THEN
+        GET DIAGNOSTICS found_rows = ROW_COUNT;
+        IF found_rows = cardinality(turn) THEN
             RETURN 0;
         END IF;
         UPDATE onceward_lanes l
         SET state = CASE WHEN e."then" = 'blocked' THEN 'blocked'
                          WHEN e."then" = 'retry' THEN 'retrying'
                          WHEN e."then" = 'later' THEN 'later'
-                         WHEN e.sleeps AND l.lane = ANY (alone) THEN 'waiting'
+                         WHEN e.sleeps AND e.place = ANY (alone) THEN 'waiting'
                          ELSE 'ready' END,
             run_at = CASE WHEN e."then" = 'blocked' THEN NULL
                           WHEN e."then" IN ('retry', 'later')
                           THEN clock_timestamp() + coalesce(e.delay, 0) * interval '1 second'
-                          WHEN e.sleeps AND l.lane = ANY (alone) THEN NULL
+                          WHEN e.sleeps AND e.place = ANY (alone) THEN NULL
                           WHEN e.sleeps OR l.lane = ANY (too_early) THEN clock_timestamp() + interval '20 milliseconds'
                           ELSE clock_timestamp() END,
-            blocker = e.blocker, owner = NULL, claims = 0
+            blocker = e.blocker, owner = NULL, until = NULL, claims = 0
         FROM (
             -- It sleeps when nothing in it may run: all are set aside, or the first of its stream waits.
-            SELECT e.*, first.seq IS NULL OR first.seq = ANY (parked) AS sleeps
-            FROM json_to_recordset(of_lanes) AS e(lane uuid, "then" text, delay float8, blocker uuid)
+            SELECT ours.ctid AS place, e.*, first.seq IS NULL OR first.seq = ANY (parked) AS sleeps
+            FROM onceward_lanes ours
+            LEFT JOIN json_to_recordset(ends) AS e(lane uuid, "then" text, delay float8, blocker uuid)
+                ON e.lane = ours.lane
             LEFT JOIN LATERAL (
-                SELECT p.seq FROM onceward_pending p WHERE p.lane = e.lane AND NOT p.aside
+                SELECT p.seq FROM onceward_pending p WHERE p.lane = ours.lane AND NOT p.aside
                 ORDER BY p.rank, p.seq LIMIT 1) first ON true
+            WHERE ours.ctid = ANY (turn) AND ours.owner = by_owner AND coalesce(e."then", 'next') <> 'kept'
             OFFSET 0) e
-        WHERE l.lane = ANY (ARRAY[e.lane]) AND l.owner = by_owner;
+        WHERE l.ctid = e.place;
         RETURN 0;
     END $$;
 

@@ -21,6 +21,7 @@ CREATE TABLE onceward_lanes (
               CHECK (state IN ('ready', 'running', 'retrying', 'later', 'waiting', 'blocked')),
     run_at    TEXT,               -- NULL: somebody has to wake it
     owner     TEXT,               -- the worker that claimed it last
+    until     TEXT,               -- always NULL: here a claim moves run_at, which costs nobody anything
     claims    INTEGER NOT NULL DEFAULT 0,   -- claims that nobody gave back
     blocker   BLOB                -- the dead letter that holds it up
 );

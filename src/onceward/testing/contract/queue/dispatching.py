@@ -499,7 +499,7 @@ class DispatchContract:
 
         inbox, message = await lab.inbox(reached=reached), lab.message("m")
         await inbox.accept(message)
-        for point in ("after claim_lanes", "after mark_start"):
+        for point in ("after begin_turn", "after mark_start"):
             await lab.query("UPDATE onceward_lanes SET claims = 1")  # as if a worker had died
             running = asyncio.ensure_future(inbox.dispatch(Recorder(lab)))
             with pytest.raises(asyncio.CancelledError):

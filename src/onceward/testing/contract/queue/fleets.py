@@ -29,7 +29,7 @@ async def all_done(lab: Lab) -> bool:
 class FleetContract:
     async def test_what_was_accepted_survives_the_process_at_once(self, lab: Lab) -> None:
         """Rule 18: settled means processed or durably kept."""
-        hand = await lab.hand(accept=["m1", "m2"], kill_at="before claim_lanes")
+        hand = await lab.hand(accept=["m1", "m2"], kill_at="before begin_turn")
         await hand.hear("accepted")
         assert await hand.ended() == KILLED
         inbox, handler = await lab.inbox(), Recorder(lab)
@@ -38,7 +38,7 @@ class FleetContract:
 
     @pytest.mark.parametrize(
         "point",
-        ["after claim_lanes", "after take_lanes", "effect", "before close_and_commit", "after close_and_commit"],
+        ["after begin_turn", "effect", "before close_and_commit", "after close_and_commit"],
     )
     async def test_a_worker_that_dies_anywhere_loses_and_doubles_nothing(self, lab: Lab, point: str) -> None:
         inbox, handler = await lab.inbox(retry=SOON), Recorder(lab)
@@ -225,7 +225,10 @@ class FleetContract:
         needs(lab, "network")
         inbox, handler = await lab.inbox(retry=SOON), Recorder(lab)
         await inbox.accept([at(lab, "a1"), at(lab, "a2")])
-        hand = await lab.hand(freeze_at="after claim_lanes")
+        await lab.query(
+            "UPDATE onceward_lanes SET claims = 1"
+        )  # so that it is claimed first, and its turn is another step
+        hand = await lab.hand(freeze_at="after begin_turn")
         await hand.hear("at")
         async with inbox.worker(handler, poll_interval=0.1):
 
