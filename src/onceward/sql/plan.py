@@ -73,10 +73,7 @@ def gives_rows(sql: str) -> bool:
 
 
 def inlined(statement: Statement) -> str:
-    """The statement with its parameters as literals, for the one trip that a driver sends without parameters.
-
-    Safe only where `standard_conforming_strings` is on; the caller checks that.
-    """
+    """The statement with its parameters as literals, for the one trip that a driver sends without parameters."""
     pieces, names = _pieces(statement.sql)
     params = statement.params
     filled = list(pieces)
@@ -85,9 +82,9 @@ def inlined(statement: Statement) -> str:
 
 
 def literals(values: Iterable[Any]) -> list[str]:
-    """Nearly all of them are nothing, or texts without a quote."""
+    """Nearly all of them are texts that need no escape."""
     texts = [
-        "NULL" if value is None else f"'{value}'" if type(value) is str and "'" not in value else literal(value)
+        f"'{value}'" if type(value) is str and "'" not in value and "\\" not in value else literal(value)
         for value in values
     ]
     if "\0" in "".join(texts):
@@ -118,7 +115,7 @@ def literal(value: object) -> str:
     if type(value) is int:
         return f"({value})"  # -2**63::bigint would negate after the cast, and overflow
     if type(value) is bytes:
-        return f"'\\x{value.hex()}'"
+        return f"E'\\\\x{value.hex()}'"
     if isinstance(value, datetime):
         return f"'{value.isoformat()}'"
     raise TypeError(f"no literal for {type(value).__name__}")
@@ -127,4 +124,8 @@ def literal(value: object) -> str:
 def _text(value: str) -> str:
     if "\0" in value:
         raise ValueError("a text for the database contains NUL")
-    return "'" + value.replace("'", "''") + "'"
+    doubled = value.replace("'", "''")
+    if "\\" not in value:
+        return f"'{doubled}'"
+    # With E it means the same whether `standard_conforming_strings` is on or off.
+    return "E'" + doubled.replace("\\", "\\\\") + "'"

@@ -417,7 +417,7 @@ class SqlUnit(Generic[Tx]):
 
     def _rides(self) -> bool:
         """Whether statements can be said in the trips of BEGIN and COMMIT."""
-        return self._dialect.sets and not self.joined and self._session.can_ride()  # type: ignore[attr-defined]
+        return self._dialect.sets and not self.joined
 
     async def release(self, owner: str, lanes: Sequence[bytes], *, delay: float = 0.0) -> None:
         await self._at_once(self._queue.release(self._dialect, owner, lanes, delay))

@@ -49,9 +49,6 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     def _server_version(self) -> int:
         return int(self._connection.get_server_version().major)
 
-    def _has_standard_strings(self) -> bool:
-        return bool(self._connection.get_settings().standard_conforming_strings == "on")
-
     def _prepares(self) -> bool:
         """`statement_cache_size=0` is what asyncpg needs behind PgBouncer."""
         return bool(getattr(self._connection, "_stmt_cache_enabled", False))

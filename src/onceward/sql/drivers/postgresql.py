@@ -172,8 +172,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         opening, self.opening, self._riding = self.opening, None, None
         if opening is not None:
             trip += f"; {inlined(opening)}"
-        # A text literal means what we say only with standard_conforming_strings.
-        if first is None or gives_rows(first.sql) or not self._has_standard_strings():
+        if first is None or gives_rows(first.sql):
             await self._say(trip)
             return await self.execute(first) if first is not None else Result((), 0)
         if known.prepared is None:
@@ -272,10 +271,6 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
             raise UsageError("two tasks of the handler used tx.transaction() at the same time, and one was not undone")
         return self._finish(self._commit())
 
-    def can_ride(self) -> bool:
-        """Whether a statement may be said without parameters: a text means what we say only with this setting."""
-        return self._has_standard_strings()
-
     def ride(self, statement: Statement) -> None:
         """Say it in the trip of COMMIT, before it. It gives a number, and 0 stops the trip."""
         self._riding = statement
@@ -369,9 +364,6 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     @abstractmethod
     def _server_version(self) -> int:
         """The major version."""
-
-    @abstractmethod
-    def _has_standard_strings(self) -> bool: ...
 
     @abstractmethod
     def _prepares(self) -> bool:

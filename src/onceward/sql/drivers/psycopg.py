@@ -96,9 +96,6 @@ class PsycopgSession(PostgresSession["psycopg.AsyncConnection[Any]"]):
     def _server_version(self) -> int:
         return self._connection.info.server_version // 10000
 
-    def _has_standard_strings(self) -> bool:
-        return self._connection.info.parameter_status("standard_conforming_strings") == "on"
-
     def _prepares(self) -> bool:
         """`prepare_threshold=None` is what psycopg needs behind PgBouncer."""
         return self._connection.prepare_threshold is not None
