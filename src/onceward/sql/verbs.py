@@ -20,8 +20,14 @@ from onceward.sql.plan import Plan, Statement
 from onceward.store import ClaimLine, Closing, Done, Found
 
 
+_NOTHING_MORE = (None,) * 5
+
+
 def claim(dialect: Dialect, record: Record) -> Statement:
     """What a unit begins with."""
+    more = (record.origin, record.occurred_at, record.retention, record.stream, record.position)
+    if more == _NOTHING_MORE:
+        return Statement(dialect.statements["claim_plain"], _plain_params(dialect, record))
     return Statement(dialect.statements["claim"], _claim_params(dialect, record))
 
 
@@ -276,8 +282,8 @@ def _joined(states: tuple[State, ...]) -> str:
     return ",".join(state.value for state in states)
 
 
-def _claim_params(dialect: Dialect, record: Record) -> dict[str, Any]:
-    """What a claim writes: who and what it is, and nothing of its content."""
+def _plain_params(dialect: Dialect, record: Record) -> dict[str, Any]:
+    """What every claim writes: who and what it is, and nothing of its content."""
     identity = record.identity
     digest = identity.digest
     return {
@@ -291,10 +297,15 @@ def _claim_params(dialect: Dialect, record: Record) -> dict[str, Any]:
         "type": record.type,
         "source": record.source,
         "topic": record.topic,
-        "origin": record.origin,
         "payload_hash": record.payload_hash,
         "handler": record.handler,
         "host": record.host,
+    }
+
+
+def _claim_params(dialect: Dialect, record: Record) -> dict[str, Any]:
+    return _plain_params(dialect, record) | {
+        "origin": record.origin,
         "occurred_at": None if record.occurred_at is None else dialect.moment(record.occurred_at),
         "keep_ms": None if record.retention is None else milliseconds(record.retention),
         "stream": record.stream,
