@@ -19,7 +19,6 @@ from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
 from onceward.store import ClaimLine, Closing, Done, Found
 
-
 _NOTHING_MORE = (None,) * 5
 
 

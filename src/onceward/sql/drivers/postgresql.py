@@ -33,7 +33,7 @@ from onceward.identity import digest
 from onceward.shield import finish
 from onceward.sql import dialect
 from onceward.sql.driver import HoldsNothing
-from onceward.sql.drivers.pool_watch import PoolWatch
+from onceward.sql.drivers.pool_watch import PoolWatch, hold, unhold
 from onceward.sql.plan import Result, Statement, gives_rows, inlined, literals, numbered
 from onceward.store import Features
 
@@ -463,28 +463,32 @@ class PostgresDriver(ABC, Generic[Tx]):
 class Connected(Generic[Tx]):
     """A session on a connection of the pool; what is left open is rolled back, and the connection given back."""
 
-    __slots__ = ("_driver", "_lent", "_session", "_wait")
+    __slots__ = ("_connection", "_driver", "_held", "_pool", "_session", "_wait")
 
     def __init__(self, driver: PostgresDriver[Tx], wait: float) -> None:
         self._driver = driver
         self._wait = wait
 
     async def __aenter__(self) -> PostgresSession[Tx]:
-        self._lent = self._driver.watch.connection(self._driver.pool, self._wait)
+        driver, watch = self._driver, self._driver.watch
+        pool = self._pool = driver.pool
         try:
-            connection = await self._lent.__aenter__()
+            # With 0 even a free connection comes too late.
+            connection = self._connection = await watch.acquire(pool, max(self._wait, 0.05))
         except OncewardError:
             raise
         except Exception as error:
-            raise self._driver.not_connected(error, self._wait) from error
-        self._session = self._driver.session_on(connection)
-        return self._session
+            raise driver.not_connected(error, self._wait) from error
+        self._held = hold(pool, connection.joinable if watch.joins else None)
+        session = self._session = driver.session_on(connection)
+        return session
 
-    async def __aexit__(self, *error: object) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         try:
             await self._session.rollback()
         finally:
-            await self._lent.__aexit__(*error)
+            unhold(self._held)
+            await self._driver.watch.release(self._pool, self._connection)
 
 
 @lru_cache(maxsize=256)

@@ -23,7 +23,7 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 from onceward.errors import HandlerEndedTransaction, StoreUnavailable, UsageError
 from onceward.shield import finish
 from onceward.sql.drivers.listening import Ring, listening
-from onceward.sql.drivers.pool_watch import PoolWatch, noticed
+from onceward.sql.drivers.pool_watch import PoolWatch, noticed, unnoticed
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
 from onceward.sql.plan import PARAMETER, Result, Statement, gives_rows
 
@@ -211,7 +211,8 @@ def _can_listen(pool: AsyncConnectionPool[Any] | None, options: dict[str, Any]) 
 async def _acquire(pool: Any, wait: float) -> Any:
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
-    connection = await pool.getconn(timeout=wait)
+    with unnoticed():
+        connection = await pool.getconn(timeout=wait)
     connection.onceward_autocommit = connection.autocommit
     try:
         # The pool uses asyncio.wait_for: before Python 3.12 it loses a cancellation that comes with the connection.
