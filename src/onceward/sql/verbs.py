@@ -19,15 +19,33 @@ from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
 from onceward.store import ClaimLine, Closing, Done, Found
 
-_NOTHING_MORE = (None,) * 5
-
 
 def claim(dialect: Dialect, record: Record) -> Statement:
     """What a unit begins with."""
     more = (record.origin, record.occurred_at, record.retention, record.stream, record.position)
-    if more == _NOTHING_MORE:
-        return Statement(dialect.statements["claim_plain"], _plain_params(dialect, record))
-    return Statement(dialect.statements["claim"], _claim_params(dialect, record))
+    if record.payload_hash is None or more != _NOTHING_MORE:
+        return Statement(dialect.statements["claim"], _claim_params(dialect, record))
+    identity = record.identity
+    digest = identity.digest
+    params = {
+        "identity": dialect.identity(digest),
+        "lock": str(int.from_bytes(digest[:8], "big", signed=True)),
+        "consumer": identity.consumer,
+        "tenant": identity.tenant,
+        "scope": identity.scope,
+        "key": identity.key,
+        "message_id": record.message_id,
+        "type": record.type,
+        "source": record.source,
+        "topic": record.topic,
+        "payload_hash": dialect.identity(record.payload_hash),
+        "handler": record.handler,
+        "host": record.host,
+    }
+    return Statement(dialect.statements["claim_plain"], params)
+
+
+_NOTHING_MORE = (None,) * 5
 
 
 def find(dialect: Dialect, identity: Identity) -> Plan[Found | None]:
@@ -281,8 +299,8 @@ def _joined(states: tuple[State, ...]) -> str:
     return ",".join(state.value for state in states)
 
 
-def _plain_params(dialect: Dialect, record: Record) -> dict[str, Any]:
-    """What every claim writes: who and what it is, and nothing of its content."""
+def _claim_params(dialect: Dialect, record: Record) -> dict[str, Any]:
+    """What a claim writes: who and what it is, and nothing of its content."""
     identity = record.identity
     digest = identity.digest
     return {
@@ -296,15 +314,10 @@ def _plain_params(dialect: Dialect, record: Record) -> dict[str, Any]:
         "type": record.type,
         "source": record.source,
         "topic": record.topic,
+        "origin": record.origin,
         "payload_hash": record.payload_hash,
         "handler": record.handler,
         "host": record.host,
-    }
-
-
-def _claim_params(dialect: Dialect, record: Record) -> dict[str, Any]:
-    return _plain_params(dialect, record) | {
-        "origin": record.origin,
         "occurred_at": None if record.occurred_at is None else dialect.moment(record.occurred_at),
         "keep_ms": None if record.retention is None else milliseconds(record.retention),
         "stream": record.stream,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from secrets import token_hex
@@ -163,15 +163,15 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     """Seconds that a transaction may be silent: then the server ends it, and whoever froze in it holds nobody up."""
 
     async def begin(self, first: Statement | None = None) -> Result:
-        self._token = f"{_TOKENS}{next(_numbers)}"
+        token = self._token = f"{_TOKENS}{next(_numbers)}"
         self._guard = self._new_guard()
         known = self._known
-        trip = f"{known.begin}'{self._token}'"
+        trip = f"{known.begin}'{token}'"
         if self.idle_limit is not None:
             trip += f"; SET LOCAL idle_in_transaction_session_timeout = {await self._idle_limit(self.idle_limit)}"
-        opening, self.opening, self._riding = self.opening, None, None
-        if opening is not None:
-            trip += f"; {inlined(opening)}"
+        if self.opening is not None:
+            trip += f"; {inlined(self.opening)}"
+        self.opening = self._riding = None
         if first is None or gives_rows(first.sql):
             await self._say(trip)
             return await self.execute(first) if first is not None else Result((), 0)
@@ -492,7 +492,7 @@ class Connected(Generic[Tx]):
 
 
 @lru_cache(maxsize=256)
-def preparable(sql: str) -> tuple[str, str, Callable[[Mapping[str, Any]], Iterable[Any]]]:
+def preparable(sql: str) -> tuple[str, str, Callable[[Mapping[str, Any]], Sequence[Any]]]:
     """A name for it, its text with $1, and what picks its parameters in their order."""
     text, names = numbered(sql)
     pick = itemgetter(*names) if len(names) > 1 else lambda params: [params[name] for name in names]
@@ -501,7 +501,7 @@ def preparable(sql: str) -> tuple[str, str, Callable[[Mapping[str, Any]], Iterab
 
 def executing(statement: Statement) -> str:
     name, _, pick = preparable(statement.sql)
-    return f"EXECUTE {name}({', '.join(literals(pick(statement.params)))})"
+    return f"EXECUTE {name}({literals(pick(statement.params))})"
 
 
 def count(tag: str) -> int:
