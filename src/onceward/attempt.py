@@ -72,7 +72,10 @@ async def _mark_and_run(unit: Unit[Any], work: Work) -> Outcome[Any]:
 
 
 async def _claim_and_run(unit: Unit[Any], work: Work) -> Outcome[Any]:
-    settled, before = await claim(unit, work)
+    found = await unit.claim(work.draft())
+    if found is None and not work.replayed and not work.message.depends_on:
+        return await _run(unit, work, None)  # new, and nothing else to look at
+    settled, before = await _admit(unit, work, found)
     if settled is not None:
         return settled
     outcome = await _run(unit, work, before)
@@ -83,12 +86,14 @@ async def _claim_and_run(unit: Unit[Any], work: Work) -> Outcome[Any]:
 
 async def claim(unit: Unit[Any], work: Work) -> tuple[Outcome[Any] | None, Record | None]:
     """An outcome: there is nothing to do. Else the work is ours now, and the record before it, if there was one."""
-    found = await unit.claim(work.draft())
+    return await _admit(unit, work, await unit.claim(work.draft()))
+
+
+async def _admit(unit: Unit[Any], work: Work, found: Found | None) -> tuple[Outcome[Any] | None, Record | None]:
     if found is None:
         if work.replayed:
             raise RecordNotFound
-        if work.message.depends_on:
-            await _check_dependencies(unit, work)
+        await _check_dependencies(unit, work)
         return None, None
     settled = await _judge(unit, work, found)
     if settled is not None:

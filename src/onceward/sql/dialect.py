@@ -27,7 +27,7 @@ class Dialect(msgspec.Struct, frozen=True):
     name: str
     statements: Mapping[str, str]
     identity: Callable[[bytes], Any]
-    """16 bytes as the database's key type."""
+    """16 bytes as the database's key type. It can spell any other bytes as well."""
     moment: Callable[[datetime], Any]
     """A point in time as a parameter."""
     schema: str | None = None

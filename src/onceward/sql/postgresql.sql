@@ -17,6 +17,18 @@ SELECT
 WHERE pg_try_advisory_xact_lock(:lock::bigint)
 ON CONFLICT (identity) DO NOTHING
 
+-- The same for a message that has nothing but what all of them have: each parameter costs both sides. All of them are
+-- texts, which are the cheapest to say.
+-- name: claim_plain
+INSERT INTO onceward_records (
+    identity, consumer, tenant, scope, key, message_id, type, source, topic, state, attempts,
+    payload_hash, handler, host, processed_at)
+SELECT
+    :identity::text::uuid, :consumer::text, :tenant::text, :scope::text, :key::text, :message_id::text, :type::text,
+    :source::text, :topic::text, 'processed', 1, decode(:payload_hash::text, 'hex'), :handler::text, :host::text, now()
+WHERE pg_try_advisory_xact_lock(:lock::text::bigint)
+ON CONFLICT (identity) DO NOTHING
+
 -- name: find
 SELECT
     consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts, started,

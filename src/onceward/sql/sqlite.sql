@@ -12,6 +12,16 @@ VALUES (
     strftime('%Y-%m-%dT%H:%M:%fZ', 'now', (:keep_ms / 1000.0) || ' seconds'), :stream, :position)
 ON CONFLICT (identity) DO NOTHING
 
+-- The same for a message that has nothing but what all of them have.
+-- name: claim_plain
+INSERT INTO onceward_records (
+    identity, consumer, tenant, scope, key, message_id, type, source, topic, state, attempts,
+    payload_hash, handler, host, processed_at)
+VALUES (
+    :identity, :consumer, :tenant, :scope, :key, :message_id, :type, :source, :topic, 'processed', 1,
+    :payload_hash, :handler, :host, strftime('%Y-%m-%dT%H:%M:%fZ', 'now'))
+ON CONFLICT (identity) DO NOTHING
+
 -- name: find
 SELECT *, strftime('%Y-%m-%dT%H:%M:%fZ', 'now') AS now FROM onceward_records WHERE identity = :identity
 

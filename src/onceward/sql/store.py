@@ -130,7 +130,7 @@ class SqlStore(Generic[Tx]):
     def unit(
         self, *, begin: Begin[Tx] | None = None, wait: float = 5.0, read_only: bool = False
     ) -> AbstractAsyncContextManager[SqlUnit[Tx]]:
-        return _Units(self._driver, begin, wait, read_only=read_only)
+        return SqlUnit(self._driver, begin, wait, read_only=read_only)
 
     @asynccontextmanager
     async def listening(self, consumer: str, ring: Callable[[], None]) -> AsyncIterator[None]:
@@ -148,7 +148,7 @@ class SqlStore(Generic[Tx]):
         dialect = self._driver.dialect
         session = await joined(tx, dialect.name, read_only=read_only)
         session.expect(self._token, dialect("schema_token"))
-        unit: SqlUnit[Any] = SqlUnit(self._driver, session, begin, 0.0, joined=True)
+        unit: SqlUnit[Any] = SqlUnit(self._driver, begin, 0.0, joined=session)
         try:
             yield unit
         finally:
@@ -185,41 +185,39 @@ async def _transaction(session: Session[Any], plan: Plan[T]) -> T:
         await session.rollback()
 
 
-class _Units(Generic[Tx]):
-    """A unit on a session of its own."""
-
-    __slots__ = ("_begin", "_driver", "_sessions", "_wait")
-
-    def __init__(self, driver: Driver[Tx], begin: Begin[Tx] | None, wait: float, *, read_only: bool) -> None:
-        self._driver = driver
-        self._begin = begin
-        self._wait = wait
-        self._sessions = driver.session(wait=wait, read_only=read_only)
-
-    async def __aenter__(self) -> SqlUnit[Tx]:
-        session = await self._sessions.__aenter__()
-        return SqlUnit(self._driver, session, self._begin, self._wait)
-
-    def __aexit__(self, *_error: object) -> Coroutine[Any, Any, bool | None]:
-        return self._sessions.__aexit__(None, None, None)  # which rolls back what is left open
-
-
 class SqlUnit(Generic[Tx]):
-    """See onceward.store.Unit."""
+    """See onceward.store.Unit. On a session of its own, which is there while the block lasts, or on a joined one."""
+
+    _placed = False
+    """There is a savepoint in the open transaction."""
+    _unused = False
+    """And nothing was done since."""
 
     def __init__(
-        self, driver: Driver[Tx], session: Session[Tx], begin: Begin[Tx] | None, wait: float, *, joined: bool = False
+        self,
+        driver: Driver[Tx],
+        begin: Begin[Tx] | None,
+        wait: float,
+        *,
+        read_only: bool = False,
+        joined: Session[Tx] | None = None,
     ) -> None:
-        self.joined = joined
+        self.joined = joined is not None
         self._driver = driver
         self._wait = wait
         self._dialect = driver.dialect
-        self._session = session
         self._begin = begin
-        self._placed = False
-        """There is a savepoint in the open transaction."""
-        self._unused = False
-        """And nothing was done since."""
+        if joined is not None:
+            self._session = joined
+        else:
+            self._sessions = driver.session(wait=wait, read_only=read_only)
+
+    async def __aenter__(self) -> SqlUnit[Tx]:
+        self._session = await self._sessions.__aenter__()
+        return self
+
+    def __aexit__(self, *_error: object) -> Coroutine[Any, Any, bool | None]:
+        return self._sessions.__aexit__(None, None, None)  # which rolls back what is left open
 
     @property
     def tx(self) -> Tx:
@@ -450,7 +448,7 @@ class SqlUnit(Generic[Tx]):
 
     def _rides(self) -> bool:
         """Whether statements can be said in the trips of BEGIN and COMMIT."""
-        return self._dialect.sets and not self.joined and self._session.can_ride()  # type: ignore[attr-defined]
+        return self._dialect.sets and not self.joined
 
     async def release(self, owner: str, lanes: Sequence[bytes], *, delay: float = 0.0) -> None:
         await self._at_once(self._queue.release(self._dialect, owner, lanes, delay))
@@ -512,8 +510,8 @@ class SqlUnit(Generic[Tx]):
     async def _alone(self, plan: Plan[T]) -> T:
         """A transaction of its own, with `on_begin` in it: row-level security applies to our tables too."""
         if self._session.gone:
-            async with self._driver.session(wait=self._wait) as session:
-                return await SqlUnit(self._driver, session, self._begin, self._wait)._alone(plan)  # noqa: SLF001
+            async with SqlUnit(self._driver, self._begin, self._wait) as unit:
+                return await unit._alone(plan)
         try:
             value = await self._start(plan)
             await self.commit()

@@ -22,7 +22,30 @@ from onceward.store import ClaimLine, Closing, Done, Found
 
 def claim(dialect: Dialect, record: Record) -> Statement:
     """What a unit begins with."""
-    return Statement(dialect.statements["claim"], _claim_params(dialect, record))
+    more = (record.origin, record.occurred_at, record.retention, record.stream, record.position)
+    if record.payload_hash is None or more != _NOTHING_MORE:
+        return Statement(dialect.statements["claim"], _claim_params(dialect, record))
+    identity = record.identity
+    digest = identity.digest
+    params = {
+        "identity": dialect.identity(digest),
+        "lock": str(int.from_bytes(digest[:8], "big", signed=True)),
+        "consumer": identity.consumer,
+        "tenant": identity.tenant,
+        "scope": identity.scope,
+        "key": identity.key,
+        "message_id": record.message_id,
+        "type": record.type,
+        "source": record.source,
+        "topic": record.topic,
+        "payload_hash": dialect.identity(record.payload_hash),
+        "handler": record.handler,
+        "host": record.host,
+    }
+    return Statement(dialect.statements["claim_plain"], params)
+
+
+_NOTHING_MORE = (None,) * 5
 
 
 def find(dialect: Dialect, identity: Identity) -> Plan[Found | None]:

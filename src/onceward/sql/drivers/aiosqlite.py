@@ -21,6 +21,7 @@ from onceward.errors import HandlerEndedTransaction, NestedProcess, StoreUnavail
 from onceward.shield import LoopLock, finish
 from onceward.sql import dialect
 from onceward.sql.driver import HoldsNothing
+from onceward.sql.drivers.pool_watch import hold, unhold
 from onceward.sql.drivers.sqlalchemy import Borrowed, MakeSession, OrmTransaction, watch_for
 from onceward.sql.drivers.sqlite import raise_for, statements_of
 from onceward.sql.plan import Result, Statement
@@ -198,12 +199,14 @@ class SqlAlchemySqliteDriver:
             if not read_only:
                 await stack.enter_async_context(self._writer(engine, wait))
             try:
-                borrowed = await stack.enter_async_context(self.watch.connection(engine, wait))
+                borrowed = await self.watch.acquire(engine, max(wait, 0.05))
             except (TimeoutError, sqlalchemy.exc.TimeoutError) as error:
                 text = f"waited {wait:g} s for a connection: all of the pool are in use"
                 raise TryLater(reason="store_busy", text=text) from error
             except (sqlite3.Error, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
                 raise StoreUnavailable(f"{self._path} cannot be used: {error}") from error
+            stack.push_async_callback(self.watch.release, engine, borrowed)
+            stack.callback(unhold, hold(engine, borrowed.joinable))
             session = SqlAlchemySqliteSession(borrowed, self._make_session, self._path, wait=wait, read_only=read_only)
             try:
                 yield session

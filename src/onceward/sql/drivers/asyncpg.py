@@ -13,7 +13,7 @@ import msgspec
 
 from onceward.errors import StoreUnavailable, UsageError
 from onceward.shield import finish_here
-from onceward.sql.drivers.asyncpg_guard import GuardedConnection, Resets, acquire, put_on, take_off
+from onceward.sql.drivers.asyncpg_guard import GuardedConnection, acquire, put_on, release, riding, take_off
 from onceward.sql.drivers.listening import Ring, listening
 from onceward.sql.drivers.pool_watch import PoolWatch
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
@@ -21,11 +21,12 @@ from onceward.sql.plan import Result, Statement, gives_rows, numbered
 
 
 class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
-    def __init__(self, connection: asyncpg.Connection, resets: Resets | None = None) -> None:
+    _lent = False
+    """A handler may have had it, and nothing was reset since."""
+
+    def __init__(self, connection: Any, *, rides: bool = False) -> None:
         super().__init__(connection)
-        self._resets = resets
-        self._lent = False
-        """A handler may have had it, and nothing was reset since."""
+        self._rides = rides
 
     @property
     def tx(self) -> asyncpg.Connection:
@@ -38,8 +39,8 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
         return bool(self._connection.is_closed())
 
     def _new_guard(self) -> Guard:
-        if self._resets is not None:  # what rode with the COMMIT before is said no longer
-            self._resets.done.discard(self._connection)
+        if self._rides:  # what rode with the COMMIT before is said no longer
+            self._connection.is_reset = False
         self._lent = True
         return GuardedConnection(self._connection)
 
@@ -48,9 +49,6 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
 
     def _server_version(self) -> int:
         return int(self._connection.get_server_version().major)
-
-    def _has_standard_strings(self) -> bool:
-        return bool(self._connection.get_settings().standard_conforming_strings == "on")
 
     def _prepares(self) -> bool:
         """`statement_cache_size=0` is what asyncpg needs behind PgBouncer."""
@@ -62,8 +60,8 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     async def _run(self, statement: Statement) -> Result:
         sql, names = numbered(statement.sql)
         params = [statement.params[name] for name in names]
-        if self._resets is not None and not self._lent:  # what we say ourselves leaves nothing to reset
-            self._resets.done.add(self._connection)
+        if self._rides and not self._lent:  # what we say ourselves leaves nothing to reset
+            self._connection.is_reset = True
         if gives_rows(sql):
             rows = await self._connection.fetch(sql, *params)
             return Result(rows, len(rows))
@@ -73,11 +71,11 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
         self._connection.terminate()
 
     def _ending(self) -> str:
-        return "COMMIT" if self._resets is None else f"COMMIT; {self._connection.get_reset_query()}"
+        return f"COMMIT; {self._connection.get_reset_query()}" if self._rides else "COMMIT"
 
     def _committed(self) -> None:
-        if self._resets is not None:
-            self._resets.done.add(self._connection)
+        if self._rides:
+            self._connection.is_reset = True
             self._lent = False
 
     def _finish(self, work: Coroutine[Any, Any, None]) -> Awaitable[None]:
@@ -109,14 +107,15 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
             raise UsageError("AsyncpgStore takes either dsn= or pool=")
         self._dsn = dsn
         self._options = pool_options
-        self._resets = Resets()
         # What `setup` sets must hold for all transactions of a session, so nothing may be reset between them.
         self._rides = pool is None and pool_options.keys().isdisjoint({"reset", "setup"})
-        super().__init__(pool, schema, PoolWatch(second_connection, put_on, take_off, acquire, self._resets.release))
+        super().__init__(pool, schema, PoolWatch(second_connection, put_on, take_off, acquire, release))
         self.features = msgspec.structs.replace(self.features, listens=_can_listen(pool, pool_options))
 
     async def _create_pool(self) -> asyncpg.Pool:
-        options: dict[str, Any] = {"min_size": 1, "max_size": 10, "reset": self._resets.reset} | self._options
+        options: dict[str, Any] = {"min_size": 1, "max_size": 10} | self._options
+        if self._rides:
+            options["connection_class"] = riding(options.get("connection_class", asyncpg.Connection))
         try:
             return await asyncpg.create_pool(self._dsn, **options)
         except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, ValueError) as error:
@@ -150,4 +149,4 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
 
     def session_on(self, connection: Any) -> AsyncpgSession:
         # The pool's proxy forgets its connection when that is lost; we still want to ask it.
-        return AsyncpgSession(connection._con, self._resets if self._rides else None)  # noqa: SLF001
+        return AsyncpgSession(connection._con, rides=self._rides)  # noqa: SLF001

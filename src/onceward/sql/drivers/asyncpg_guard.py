@@ -114,32 +114,39 @@ def take_off(pool: Any) -> None:
 
 
 def acquire(pool: Any, wait: float) -> Awaitable[Any]:
-    return within(wait, pool.acquire())
+    unwatched: Any = super(_WatchedPool, pool) if isinstance(pool, _WatchedPool) else pool
+    return within(wait, unwatched.acquire())
 
 
-class Resets:
+@cache
+def riding(connection_class: Any) -> Any:
     """A pool resets a connection that comes back, with a trip of its own. In a pool of ours it rides with COMMIT."""
 
-    def __init__(self) -> None:
-        self.done: set[asyncpg.Connection] = set()
-        """Those on which the last thing said was a COMMIT with the reset behind it. They are about to be released."""
+    class Riding(connection_class):  # type: ignore[misc]
+        is_reset = False
+        """The last thing that was said to it was a COMMIT with the reset behind it."""
 
-    async def reset(self, connection: asyncpg.Connection) -> None:
-        """For the pool. Whoever has the connection next may be the user."""
-        if connection not in self.done:
-            await connection.execute(connection.get_reset_query())
+        async def reset(self, *, timeout: float | None = None) -> None:
+            """The pool says this. What a handler has left in the driver itself is not gone with COMMIT."""
+            if not self.is_reset or self._listeners or self._log_listeners or self.is_in_transaction():
+                await super().reset(timeout=timeout)
 
-    async def release(self, pool: Any, proxy: Any) -> None:
-        connection = proxy._con  # noqa: SLF001
-        try:
-            if connection in self.done:
-                # Nothing is left to be sent, so it needs neither the task of pool.release() nor a limit of time.
-                connection._on_release()  # noqa: SLF001
-                await finish_here(proxy._holder.release(None))  # noqa: SLF001
-            else:
-                await finish_here(pool.release(proxy, timeout=RESET_WITHIN))  # it is set in a task of its own
-        except Exception:  # noqa: BLE001 - a connection that died on its way back says nothing about the message
-            with suppress(Exception):
-                proxy.terminate()
-        finally:
-            self.done.discard(connection)
+    return Riding
+
+
+async def release(pool: Any, proxy: Any) -> None:
+    connection = proxy._con  # noqa: SLF001
+    is_reset = getattr(connection, "is_reset", False)
+    try:
+        if is_reset:
+            # Nothing is left to be sent, so it needs neither the task of pool.release() nor a limit of time.
+            connection._on_release()  # noqa: SLF001
+            await finish_here(proxy._holder.release(None))  # noqa: SLF001
+        else:
+            await finish_here(pool.release(proxy, timeout=RESET_WITHIN))  # it is set in a task of its own
+    except Exception:  # noqa: BLE001 - a connection that died on its way back says nothing about the message
+        with suppress(Exception):
+            proxy.terminate()
+    finally:
+        if is_reset:
+            connection.is_reset = False  # whoever has it next may be the user

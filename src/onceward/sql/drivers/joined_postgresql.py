@@ -38,7 +38,7 @@ class JoinedPostgres(JoinedSession):
 
     async def _begin(self, savepoint: str, first: Statement | None) -> Result:
         """Savepoint and claim in one trip, once the connection is known."""
-        if first is None or gives_rows(first.sql) or not self.is_known or not self._standard_strings():
+        if first is None or gives_rows(first.sql) or not self.is_known:
             return await super()._begin(savepoint, first)
         try:
             return Result((), count(await self._say(f"SAVEPOINT {savepoint}; {inlined(first)}")))
@@ -86,9 +86,6 @@ class JoinedPostgres(JoinedSession):
     def _closed(self) -> bool: ...
 
     @abstractmethod
-    def _standard_strings(self) -> bool: ...
-
-    @abstractmethod
     async def _run(self, statement: Statement) -> Result: ...
 
     @abstractmethod
@@ -119,9 +116,6 @@ class JoinedAsyncpg(JoinedPostgres):
 
     def _in_transaction(self) -> bool:
         return bool(self._connection().is_in_transaction())
-
-    def _standard_strings(self) -> bool:
-        return bool(self.tx.get_settings().standard_conforming_strings == "on")
 
     async def _run(self, statement: Statement) -> Result:
         sql, names = numbered(statement.sql)
@@ -165,9 +159,6 @@ class JoinedPsycopg(JoinedPostgres):
         from psycopg.pq import TransactionStatus  # noqa: PLC0415
 
         return bool(self._connection().info.transaction_status is not TransactionStatus.IDLE)
-
-    def _standard_strings(self) -> bool:
-        return bool(self.tx.info.parameter_status("standard_conforming_strings") == "on")
 
     async def _run(self, statement: Statement) -> Result:
         from psycopg.rows import dict_row  # noqa: PLC0415

@@ -70,7 +70,7 @@ class JoinedConnection(JoinedSession):
             self._raise(error)
         ledger = ledger_of(self._below)
         self._mark = (0, "") if ledger is None else ledger.mark()
-        self._held = hold(self._below)
+        self._held = hold(self._below.engine, self._below)
         return result
 
     async def commit(self) -> None:

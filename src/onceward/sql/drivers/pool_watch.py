@@ -7,7 +7,8 @@ one. How a pool is made to call `noticed` is the driver's business; it is left a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -41,9 +42,19 @@ def noticed(pool: Any, timeout: float | None) -> float | None:
     return timeout if held is None or held.pool is not pool else _watches[id(pool)].noticed(timeout)
 
 
-def hold(connection: Any) -> Hold:
-    """A connection of SQLAlchemy that the caller of the inbox has: sessions of the handler can join it."""
-    held = Hold(connection.engine, connection, before=_active())
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """The inbox itself may take a connection, also inside a handler."""
+    before = _hold.set(None)
+    try:
+        yield
+    finally:
+        _hold.reset(before)
+
+
+def hold(pool: Any, connection: Any = None) -> Hold:
+    """From now on this task works with a connection of this pool; `unhold` has to follow."""
+    held = Hold(pool, connection, before=_active())
     _hold.set(held)
     return held
 
@@ -71,7 +82,9 @@ def held_of(pool: Any) -> Hold | None:
 
 
 class PoolWatch:
-    """`put_on` makes a pool call `noticed` and `take_off` ends that; `acquire` and `release` are the driver's."""
+    """`put_on` makes a pool call `noticed` and `take_off` ends that. `acquire`, which is not noticed, and `release` are
+    the driver's.
+    """
 
     joins = False
     """What is acquired has a connection of SQLAlchemy's, which sessions can join."""
@@ -103,10 +116,6 @@ class PoolWatch:
             del _watches[id(pool)]
             self._take_off(pool)
 
-    def connection(self, pool: Any, wait: float) -> Lent:
-        """A connection for the inbox itself, for as long as a unit needs it."""
-        return Lent(self, pool, wait)
-
     def noticed(self, timeout: float | None) -> float | None:
         run = current_or_none()
         if run is None:
@@ -119,31 +128,3 @@ class PoolWatch:
             raise SecondConnection(text, handler=run.handler)
         warnings.warn(text, SecondConnectionWarning, stacklevel=4)
         return self.timeout if timeout is None else timeout
-
-
-class Lent:
-    """A connection, from the pool and back to it."""
-
-    __slots__ = ("_connection", "_held", "_pool", "_token", "_wait", "_watch")
-
-    def __init__(self, watch: PoolWatch, pool: Any, wait: float) -> None:
-        self._watch = watch
-        self._pool = pool
-        self._wait = wait
-
-    async def __aenter__(self) -> Any:
-        before = _hold.set(None)
-        try:
-            # With 0 even a free connection comes too late.
-            connection = self._connection = await self._watch.acquire(self._pool, max(self._wait, 0.05))
-        finally:
-            _hold.reset(before)
-        joinable = connection.joinable if self._watch.joins else None
-        self._held = Hold(self._pool, joinable, before=_active())
-        self._token = _hold.set(self._held)
-        return connection
-
-    def __aexit__(self, *_error: object) -> Coroutine[Any, Any, None]:
-        self._held.active = False
-        _hold.reset(self._token)
-        return self._watch.release(self._pool, self._connection)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from secrets import token_hex
@@ -33,7 +33,7 @@ from onceward.identity import digest
 from onceward.shield import finish
 from onceward.sql import dialect
 from onceward.sql.driver import HoldsNothing
-from onceward.sql.drivers.pool_watch import PoolWatch
+from onceward.sql.drivers.pool_watch import PoolWatch, hold, unhold
 from onceward.sql.plan import Result, Statement, gives_rows, inlined, literals, numbered
 from onceward.store import Features
 
@@ -165,10 +165,10 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     """Seconds that a transaction may be silent: then the server ends it, and whoever froze in it holds nobody up."""
 
     async def begin(self, first: Statement | None = None) -> Result:
-        self._token = f"{_TOKENS}{next(_numbers)}"
+        token = self._token = f"{_TOKENS}{next(_numbers)}"
         self._guard = self._new_guard()
         known = self._known
-        trip = f"{known.begin}'{self._token}'"
+        trip = f"{known.begin}'{token}'"
         if self.claiming is not None:
             trip = f"BEGIN ISOLATION LEVEL READ COMMITTED; {inlined(self.claiming)}; COMMIT; {trip}"
         if self.idle_limit is not None:
@@ -176,8 +176,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         for statement in self.opening:
             trip += f"; {inlined(statement)}"
         self.claiming, self.opening, self._riding = None, (), None
-        # A text literal means what we say only with standard_conforming_strings.
-        if first is None or gives_rows(first.sql) or not self._has_standard_strings():
+        if first is None or gives_rows(first.sql):
             await self._say(trip)
             return await self.execute(first) if first is not None else Result((), 0)
         if known.prepared is None:
@@ -276,10 +275,6 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
             raise UsageError("two tasks of the handler used tx.transaction() at the same time, and one was not undone")
         return self._finish(self._commit())
 
-    def can_ride(self) -> bool:
-        """Whether a statement may be said without parameters: a text means what we say only with this setting."""
-        return self._has_standard_strings()
-
     def ride(self, statement: Statement) -> None:
         """Say it in the trip of COMMIT, before it. It gives a number, and 0 stops the trip."""
         self._riding = statement
@@ -373,9 +368,6 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     @abstractmethod
     def _server_version(self) -> int:
         """The major version."""
-
-    @abstractmethod
-    def _has_standard_strings(self) -> bool: ...
 
     @abstractmethod
     def _prepares(self) -> bool:
@@ -475,32 +467,36 @@ class PostgresDriver(ABC, Generic[Tx]):
 class Connected(Generic[Tx]):
     """A session on a connection of the pool; what is left open is rolled back, and the connection given back."""
 
-    __slots__ = ("_driver", "_lent", "_session", "_wait")
+    __slots__ = ("_connection", "_driver", "_held", "_pool", "_session", "_wait")
 
     def __init__(self, driver: PostgresDriver[Tx], wait: float) -> None:
         self._driver = driver
         self._wait = wait
 
     async def __aenter__(self) -> PostgresSession[Tx]:
-        self._lent = self._driver.watch.connection(self._driver.pool, self._wait)
+        driver, watch = self._driver, self._driver.watch
+        pool = self._pool = driver.pool
         try:
-            connection = await self._lent.__aenter__()
+            # With 0 even a free connection comes too late.
+            connection = self._connection = await watch.acquire(pool, max(self._wait, 0.05))
         except OncewardError:
             raise
         except Exception as error:
-            raise self._driver.not_connected(error, self._wait) from error
-        self._session = self._driver.session_on(connection)
-        return self._session
+            raise driver.not_connected(error, self._wait) from error
+        self._held = hold(pool, connection.joinable if watch.joins else None)
+        session = self._session = driver.session_on(connection)
+        return session
 
-    async def __aexit__(self, *error: object) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         try:
             await self._session.rollback()
         finally:
-            await self._lent.__aexit__(*error)
+            unhold(self._held)
+            await self._driver.watch.release(self._pool, self._connection)
 
 
 @lru_cache(maxsize=256)
-def preparable(sql: str) -> tuple[str, str, Callable[[Mapping[str, Any]], Iterable[Any]]]:
+def preparable(sql: str) -> tuple[str, str, Callable[[Mapping[str, Any]], Sequence[Any]]]:
     """A name for it, its text with $1, and what picks its parameters in their order."""
     text, names = numbered(sql)
     pick = itemgetter(*names) if len(names) > 1 else lambda params: [params[name] for name in names]
@@ -509,7 +505,7 @@ def preparable(sql: str) -> tuple[str, str, Callable[[Mapping[str, Any]], Iterab
 
 def executing(statement: Statement) -> str:
     name, _, pick = preparable(statement.sql)
-    return f"EXECUTE {name}({', '.join(literals(pick(statement.params)))})"
+    return f"EXECUTE {name}({literals(pick(statement.params))})"
 
 
 def count(tag: str) -> int:

@@ -23,7 +23,7 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 from onceward.errors import HandlerEndedTransaction, StoreUnavailable, UsageError
 from onceward.shield import finish
 from onceward.sql.drivers.listening import Ring, listening
-from onceward.sql.drivers.pool_watch import PoolWatch, noticed
+from onceward.sql.drivers.pool_watch import PoolWatch, noticed, unnoticed
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
 from onceward.sql.plan import PARAMETER, Result, Statement, gives_rows
 
@@ -95,9 +95,6 @@ class PsycopgSession(PostgresSession["psycopg.AsyncConnection[Any]"]):
 
     def _server_version(self) -> int:
         return self._connection.info.server_version // 10000
-
-    def _has_standard_strings(self) -> bool:
-        return self._connection.info.parameter_status("standard_conforming_strings") == "on"
 
     def _prepares(self) -> bool:
         """`prepare_threshold=None` is what psycopg needs behind PgBouncer."""
@@ -214,7 +211,8 @@ def _can_listen(pool: AsyncConnectionPool[Any] | None, options: dict[str, Any]) 
 async def _acquire(pool: Any, wait: float) -> Any:
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
-    connection = await pool.getconn(timeout=wait)
+    with unnoticed():
+        connection = await pool.getconn(timeout=wait)
     connection.onceward_autocommit = connection.autocommit
     try:
         # The pool uses asyncio.wait_for: before Python 3.12 it loses a cancellation that comes with the connection.

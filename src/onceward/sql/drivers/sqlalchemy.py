@@ -22,7 +22,7 @@ from sqlalchemy.orm import Session
 
 from onceward.errors import CommitNotApplied, HandlerEndedTransaction, StoreUnavailable, UsageError
 from onceward.shield import finish
-from onceward.sql.drivers.pool_watch import PoolWatch, noticed
+from onceward.sql.drivers.pool_watch import PoolWatch, noticed, unnoticed
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession
 from onceward.sql.drivers.sqlalchemy_shared import check_shared, ledger_of, shared_by
 from onceward.sql.plan import Result, Statement
@@ -159,8 +159,9 @@ class Borrowed:
 
 
 async def acquire(engine: AsyncEngine, wait: float) -> Borrowed:
-    async with asyncio.timeout(wait):
-        connection = await engine.connect()
+    with unnoticed():
+        async with asyncio.timeout(wait):
+            connection = await engine.connect()
     try:
         await connection.execution_options(isolation_level="AUTOCOMMIT")
         return Borrowed(connection, (await connection.get_raw_connection()).driver_connection)
