@@ -156,7 +156,7 @@ class Crew:
             ))  # fmt: skip
 
         try:
-            await finish(begin())
+            await unit.to_its_end(begin())
             step.claimed = begun[0].claimed
             if not step.claimed:
                 step.due = await unit.due_in(self.consumer, options.share)

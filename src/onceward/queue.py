@@ -25,7 +25,7 @@ for it, in the same transaction: the store sees to that. Waiting for a position 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from datetime import datetime
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
@@ -38,6 +38,7 @@ from onceward.record import Record, State
 from onceward.store import Unit
 
 Tx_co = TypeVar("Tx_co", covariant=True)
+T = TypeVar("T")
 
 SHARED = -1
 """The rank of all messages in a lane that is not one stream: they run as they came."""
@@ -291,6 +292,9 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
     ) -> Begun:
         """Claim up to so many lanes. Where that can be said in the same trip, and unless each is to be worked on
         `apart`, also begin a turn with them, in which there are about `most` messages in all."""
+
+    def to_its_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+        """Await work with this unit that must not be cancelled: a cancellation is heard after it."""
 
     async def hold_lanes(self, owner: str, lanes: Sequence[bytes]) -> frozenset[bytes]:
         """Begin a transaction that locks those lanes that are still ours."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from onceward.shield import finish
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Result, Statement
 from onceward.store import Features
 
 Tx_co = TypeVar("Tx_co", covariant=True)
+T = TypeVar("T")
 
 
 class Session(Protocol[Tx_co]):
@@ -51,6 +53,9 @@ class Session(Protocol[Tx_co]):
 
     def is_conflict(self, error: BaseException) -> bool: ...
 
+    def to_its_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+        """Await work on this session that must not be cancelled: a cancellation is heard after it."""
+
     async def flush(self) -> None:
         """What the handle has not sent yet is sent. HandlerEndedTransaction: it was rolled back."""
 
@@ -60,6 +65,9 @@ class Session(Protocol[Tx_co]):
 
 class HoldsNothing:
     """Of a session whose handle sends everything at once."""
+
+    def to_its_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+        return finish(work)
 
     async def flush(self) -> None:
         pass

@@ -400,6 +400,9 @@ class SqlUnit(Generic[Tx]):
             await self.rollback()
         return begun
 
+    def to_its_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+        return self._session.to_its_end(work)
+
     async def _opened(self, plan: Plan[T]) -> T:
         """Begin a turn whose savepoint was made with BEGIN."""
         value = await self._start(plan)

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import asyncpg
 import msgspec
@@ -18,6 +18,8 @@ from onceward.sql.drivers.listening import Ring, listening
 from onceward.sql.drivers.pool_watch import PoolWatch
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
 from onceward.sql.plan import Result, Statement, gives_rows, numbered
+
+T = TypeVar("T")
 
 
 class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
@@ -78,7 +80,7 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
             self._connection.is_reset = True
             self._lent = False
 
-    def _finish(self, work: Coroutine[Any, Any, None]) -> Awaitable[None]:
+    def to_its_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         return finish_here(work)  # asyncpg's own timeouts are timers, not cancellations
 
 

@@ -30,7 +30,6 @@ from onceward.errors import (
     UsageError,
 )
 from onceward.identity import digest
-from onceward.shield import finish
 from onceward.sql import dialect
 from onceward.sql.driver import HoldsNothing
 from onceward.sql.drivers.pool_watch import PoolWatch, hold, unhold
@@ -157,7 +156,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
 
     claiming: Statement | None = None
     """A transaction of its own, said before the next BEGIN in the same trip."""
-    opening: Iterable[Statement] = ()
+    opening: Sequence[Statement] = ()
     """What else is said in the trip of the next BEGIN; its rows are not wanted."""
     _riding: Statement | None = None
 
@@ -169,31 +168,36 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         self._guard = self._new_guard()
         known = self._known
         trip = f"{known.begin}'{token}'"
-        if self.claiming is not None:
-            trip = f"BEGIN ISOLATION LEVEL READ COMMITTED; {inlined(self.claiming)}; COMMIT; {trip}"
         if self.idle_limit is not None:
             trip += f"; SET LOCAL idle_in_transaction_session_timeout = {await self._idle_limit(self.idle_limit)}"
-        for statement in self.opening:
-            trip += f"; {inlined(statement)}"
+        claiming, opening = self.claiming, self.opening
         self.claiming, self.opening, self._riding = None, (), None
-        if first is None or gives_rows(first.sql):
-            await self._say(trip)
-            return await self.execute(first) if first is not None else Result((), 0)
-        if known.prepared is None:
-            return Result((), count(await self._say(f"{trip}; {inlined(first)}")))
-        # As EXECUTE of a prepared statement it costs the server half as much.
-        if first.sql not in known.prepared:
-            await self._prepare(first, known.prepared)
+        if first is None:
+            await self._said(trip, claiming, opening)
+            return Result((), 0)
+        if gives_rows(first.sql):
+            await self._said(trip, claiming, opening)
+            return await self.execute(first)
+        return Result((), count(await self._said(trip, claiming, [*opening, first])))
+
+    async def _said(self, begin: str, claiming: Statement | None, opening: Sequence[Statement]) -> str:
+        """BEGIN and all that rides with it; the tag of the last. As EXECUTE of a prepared statement it costs the server
+        half as much."""
+        prepared, riding = self._known.prepared, opening if claiming is None else [claiming, *opening]
+        if prepared is None:
+            return await self._say(_trip(begin, claiming, opening, inlined))
+        for statement in riding:
+            if statement.sql not in prepared and statement.params:
+                await self._prepare(statement, prepared)
         try:
-            tag = await self._send(f"{trip}; {executing(first)}")
+            return await self._send(_trip(begin, claiming, opening, executing))
         except Exception as error:  # noqa: BLE001 - told apart there
             if getattr(error, "sqlstate", None) != _NO_STATEMENT:
                 self._raise(error)
-            # A handler said DISCARD ALL or DEALLOCATE ALL. Nothing was done yet.
-            await self._say("ROLLBACK")
-            await self._prepare(first, known.prepared)
-            tag = await self._say(f"{trip}; {executing(first)}")
-        return Result((), count(tag))
+        # A handler said DISCARD ALL or DEALLOCATE ALL. Nothing was done yet.
+        await self._say("ROLLBACK")
+        prepared.clear()
+        return await self._said(begin, claiming, opening)
 
     async def _idle_limit(self, seconds: float) -> int:
         """In milliseconds; what is set for the role or the database stays, where it is stricter."""
@@ -273,7 +277,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
             raise HandlerEndedTransaction
         if guard.broken:
             raise UsageError("two tasks of the handler used tx.transaction() at the same time, and one was not undone")
-        return self._finish(self._commit())
+        return self.to_its_end(self._commit())
 
     def ride(self, statement: Statement) -> None:
         """Say it in the trip of COMMIT, before it. It gives a number, and 0 stops the trip."""
@@ -306,7 +310,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         if guard is not None:
             guard.end_of_run()
         if not self.gone and (self._in_transaction() or (guard is not None and guard.running)):
-            await self._finish(self._rollback(guard))
+            await self.to_its_end(self._rollback(guard))
 
     async def _rollback(self, guard: Guard | None) -> None:
         if guard is not None and not await guard.is_idle():
@@ -390,10 +394,6 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
 
     def _committed(self) -> None:
         """After that trip, when it came to its end."""
-
-    def _finish(self, work: Coroutine[Any, Any, None]) -> Awaitable[None]:
-        """How work that must not be cancelled is awaited."""
-        return finish(work)
 
 
 class PostgresDriver(ABC, Generic[Tx]):
@@ -503,7 +503,19 @@ def preparable(sql: str) -> tuple[str, str, Callable[[Mapping[str, Any]], Sequen
     return f"onceward_{digest(sql)[:8].hex()}", text, pick
 
 
+def _trip(
+    begin: str, claiming: Statement | None, opening: Sequence[Statement], told: Callable[[Statement], str]
+) -> str:
+    if claiming is not None:
+        begin = f"BEGIN ISOLATION LEVEL READ COMMITTED; {told(claiming)}; COMMIT; {begin}"
+    for statement in opening:
+        begin += f"; {told(statement)}"
+    return begin
+
+
 def executing(statement: Statement) -> str:
+    if not statement.params:
+        return statement.sql
     name, _, pick = preparable(statement.sql)
     return f"EXECUTE {name}({literals(pick(statement.params))})"
 
