@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
-from secrets import token_hex
 from time import monotonic
 from typing import Any
 
@@ -124,7 +123,7 @@ class Crew:
     async def step(self, options: Options, *, lanes: int, most: int) -> Step:
         """Claim, and take turns with what was claimed."""
         self.last_step = monotonic()
-        owner = f"{self._settings.intake.host}#{token_hex(6)}"
+        owner = f"{self._settings.intake.host}#{random.getrandbits(48):x}"
         step, leased = Step([]), None
         try:
             async with self._settler.plain_unit() as unit:

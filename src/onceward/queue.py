@@ -249,6 +249,8 @@ class TurnClosing(msgspec.Struct, frozen=True):
     """The seq of those that come after one of their track that is set aside."""
     lone: bool = False
     """Each of its lanes is one message without a lane, and done."""
+    positions: bool = True
+    """Some of its messages may have one."""
 
 
 Share = tuple[int, int]

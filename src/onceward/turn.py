@@ -457,7 +457,8 @@ class Turn:
             self._stop(self.leased, Then.KEPT)
         ends = [self._ends.get(lane) or LaneEnd(lane.hex()) for lane in sorted(self._taken.lanes)]
         lone = len(done) == len(ends) and not any(slot.is_ordered for slot in self._slots)
-        return TurnClosing(self._owner, ends, done, failed, self._blocked, self._behind, lone)
+        positions = any(slot.message.position is not None for slot in self._slots)
+        return TurnClosing(self._owner, ends, done, failed, self._blocked, self._behind, lone, positions)
 
     async def _refused(self, error: Exception) -> None:
         """Nothing was written. Who is to blame is known only when one message ran."""

@@ -403,12 +403,12 @@ SELECT uuid_send(lane) AS lane FROM unnest(onceward_open(:owner::text, string_to
 -- Said without parameters, in the trip of COMMIT: the function says what its arguments are.
 -- name: queue_close_at_commit
 SELECT (onceward_close(
-    :consumer, :host, :owner, :lone, :ends, :failed, :blocked, :behind, :seqs, :identities, :handlers, :results,
-    :durations, :keeps, :starts, :records, :rows) = 0)::int
+    :consumer, :host, :owner, :lone, :positions, :ends, :failed, :blocked, :behind, :seqs, :identities, :handlers,
+    :results, :durations, :keeps, :starts, :records, :rows) = 0)::int
 
 -- name: queue_close
 SELECT onceward_close(
-    :consumer::text, :host::text, :owner::text, :lone::boolean, :ends::text::json, :failed::text::json,
+    :consumer::text, :host::text, :owner::text, :lone::boolean, :positions::boolean, :ends::text::json, :failed::text::json,
     :blocked::text::json, :behind::text::json, :seqs::text::bigint[], :identities::text::uuid[], :handlers::text::text[],
     :results::text::text[], :durations::text::float8[], :keeps::text::bigint[], :starts::text::integer[],
     :records::text::tid[], :rows::text::tid[]) AS missing

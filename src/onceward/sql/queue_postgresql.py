@@ -148,6 +148,7 @@ def _closing(closing: TurnClosing, consumer: str, host: str) -> dict[str, Any]:
         "host": host,
         "owner": closing.owner,
         "lone": closing.lone,
+        "positions": closing.positions,
         "ends": _json(special) if special else None,
         **parts,
         **(_columns(closing.done) if closing.done else _NOTHING_DONE),

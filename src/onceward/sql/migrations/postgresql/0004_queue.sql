@@ -428,7 +428,7 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
         FROM unnest(lanes, places, behinds) AS h(lane, place, behind)
         LEFT JOIN onceward_pending p ON p.ctid = h.place
         LEFT JOIN onceward_records r ON r.identity = ANY (ARRAY[p.identity]);
-        IF together THEN
+        IF together AND current_setting('onceward.suspect') <> '{}' THEN
             RETURN QUERY
             SELECT uuid_send(lane), 2, first, NULL::bigint, clock_timestamp(),
                    NULL::bigint, NULL::bigint, NULL, NULL::timestamptz, false, NULL, NULL, NULL,
@@ -441,10 +441,11 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
 
 -- End a turn; what it came to are the lines of onceward.queue.TurnClosing, NULL where there are none. The order in it
 -- matters: first what may have to wait for others, then what others may have to wait for; so nobody waits in a circle.
--- `ends` are lanes that do not simply go on; `lone`: each lane is a message without a lane, and done. How many messages
--- were not there. Nothing may be settled in the transaction after this.
+-- `ends` are lanes that do not simply go on; `lone`: each lane is a message without a lane, and done; `positions`: some
+-- have one. How many messages were not there. Nothing may be settled in the transaction after this.
 CREATE FUNCTION onceward_close(
-        of_consumer text, on_host text, by_owner text, lone boolean, ends json, failed json, blocked json, behind json,
+        of_consumer text, on_host text, by_owner text, lone boolean, positions boolean, ends json, failed json,
+        blocked json, behind json,
         -- what is done, a column each; records and rows are the places where they were read
         seqs bigint[], identities uuid[], handlers text[], results text[], durations float8[], keeps bigint[],
         starts integer[], records tid[], rows tid[])
@@ -471,7 +472,13 @@ CREATE FUNCTION onceward_close(
         parked bigint[] := '{}';     -- those that wait now
         too_early uuid[] := '{}';    -- lanes of those whose position is being settled this very moment
         tracks jsonb := '[]';        -- in which something is done, each a lane and a name
+        of_tenants text[];           -- the positions that are settled
+        of_streams text[];
+        of_positions bigint[];
     BEGIN
+        IF positions THEN
+            PERFORM set_config('onceward.settles', 'all', true);   -- the trigger has nothing to do
+        END IF;
         WHILE missing > 0 LOOP
             UPDATE onceward_records r
             SET state = 'processed', attempts = r.attempts + 1,
@@ -546,12 +553,6 @@ CREATE FUNCTION onceward_close(
             RETURN missing;
         END IF;
 
-        -- Nobody can have added to a lane that is one message.
-        IF lone THEN
-            DELETE FROM onceward_lanes WHERE ctid = ANY (turn) AND owner = by_owner;
-            RETURN 0;
-        END IF;
-
         -- What comes next in a track need not stay behind any more.
         IF tracks <> '[]' THEN
             UPDATE onceward_pending SET aside = false
@@ -564,8 +565,38 @@ CREATE FUNCTION onceward_close(
                 FOR NO KEY UPDATE SKIP LOCKED));   -- somebody is waking it
         END IF;
 
-        -- Now, and not at COMMIT: whom we wake must not wait for what we are about to lock.
-        SET CONSTRAINTS onceward_settled IMMEDIATE;
+        -- What onceward_settled does for one record, for all of ours. Now, and not at COMMIT: whom we wake must not wait for
+        -- what we are about to lock.
+        IF positions THEN
+            SELECT array_agg(r.tenant), array_agg(r.stream), array_agg(r."position")
+            INTO of_tenants, of_streams, of_positions
+            FROM (SELECT unnest(identities)
+                  UNION ALL
+                  SELECT line.identity FROM json_to_recordset(failed) AS line(identity uuid, dead boolean)
+                  WHERE line.dead) settled(identity)
+            JOIN onceward_records r ON r.identity = ANY (ARRAY[settled.identity])
+            WHERE r.stream IS NOT NULL AND r."position" IS NOT NULL;
+            PERFORM pg_advisory_xact_lock_shared(lock)
+            FROM (SELECT onceward_position_lock(of_consumer, tenant, stream, at) AS lock
+                  FROM unnest(of_tenants, of_streams, of_positions) AS one(tenant, stream, at) ORDER BY 1) locks;
+            -- A statement of its own: it sees those whom the lock had to wait for. Nearly always nobody waits.
+            FOR waiting IN
+                SELECT DISTINCT tenant, stream, at
+                FROM unnest(of_tenants, of_streams, of_positions) AS one(tenant, stream, at)
+                WHERE (SELECT w.seq FROM onceward_waits w
+                       WHERE w.consumer = of_consumer AND w.tenant = one.tenant AND w.stream = one.stream
+                         AND w."position" = one.at LIMIT 1) IS NOT NULL
+            LOOP
+                PERFORM onceward_wake(of_consumer, waiting.tenant, waiting.stream, waiting.at);
+            END LOOP;
+        END IF;
+
+        -- Nobody can have added to a lane that is one message.
+        IF lone THEN
+            DELETE FROM onceward_lanes WHERE ctid = ANY (turn) AND owner = by_owner;
+            RETURN 0;
+        END IF;
+        SET CONSTRAINTS onceward_settled IMMEDIATE;   -- what handlers have settled by themselves
 
         -- Waiting for a position, and settling it, exclude each other: who waits has its lock alone, who settles shares
         -- it (onceward_settled). We do not wait for the lock: who has it is about to settle it.
@@ -984,5 +1015,6 @@ CREATE CONSTRAINT TRIGGER onceward_settled
     AFTER INSERT OR UPDATE OF state ON onceward_records
     DEFERRABLE INITIALLY DEFERRED
     FOR EACH ROW
-    WHEN (NEW.stream IS NOT NULL AND NEW."position" IS NOT NULL AND NEW.state IN ('processed', 'dead', 'discarded'))
+    WHEN (NEW.stream IS NOT NULL AND NEW."position" IS NOT NULL AND NEW.state IN ('processed', 'dead', 'discarded')
+          AND coalesce(current_setting('onceward.settles', true), '') = '')
     EXECUTE FUNCTION onceward_settled();
