@@ -574,7 +574,7 @@ CREATE FUNCTION onceward_close(
                   UNION ALL
                   SELECT line.identity FROM json_to_recordset(failed) AS line(identity uuid, dead boolean)
                   WHERE line.dead) settled(identity)
-            JOIN onceward_records r ON r.identity = ANY (ARRAY[settled.identity])
+            CROSS JOIN LATERAL (SELECT * FROM onceward_records r WHERE r.identity = settled.identity LIMIT 1) r
             WHERE r.stream IS NOT NULL AND r."position" IS NOT NULL;
             PERFORM pg_advisory_xact_lock_shared(lock)
             FROM (SELECT onceward_position_lock(of_consumer, tenant, stream, at) AS lock
