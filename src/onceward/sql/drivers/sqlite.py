@@ -174,10 +174,13 @@ class SqliteSession(HoldsNothing):
 
     def _result(self, statement: Statement) -> Result:
         sql, names = numbered(statement.sql, "?")
+        if statement.rows is not None:
+            return Result((), self._raw_many(sql, [tuple(map(row.__getitem__, names)) for row in statement.rows]))
         cursor = self._raw(sql, tuple(map(statement.params.__getitem__, names)))
         if cursor.description is None:
             return Result((), cursor.rowcount)
-        rows = cursor.fetchall()
+        columns = [column[0] for column in cursor.description]
+        rows = [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
         return Result(rows, len(rows))
 
     async def script(self, sql: str) -> None:
@@ -189,10 +192,20 @@ class SqliteSession(HoldsNothing):
         try:
             return self._writer.cursor.execute(sql, params)
         except sqlite3.Error as error:
-            self._look_alive()
-            if self._writer.closed:
-                raise was_closed(self._writer.path) from error
-            raise_for(error, self._writer.path)
+            self._raise(error)
+
+    def _raw_many(self, sql: str, rows: list[tuple[Any, ...]]) -> int:
+        self._writer.guarding = False
+        try:
+            return self._writer.cursor.executemany(sql, rows).rowcount
+        except sqlite3.Error as error:
+            self._raise(error)
+
+    def _raise(self, error: sqlite3.Error) -> NoReturn:
+        self._look_alive()
+        if self._writer.closed:
+            raise was_closed(self._writer.path) from error
+        raise_for(error, self._writer.path)
 
     async def ended(self) -> bool:
         return self._ended

@@ -134,7 +134,8 @@ class Writer:
         self.path = path
         self.connection: sqlite3.Connection
         self.cursor: sqlite3.Cursor
-        """For our own statements, whose rows are read at once: a new one for each costs as much as a savepoint."""
+        """For our own statements, whose rows are read at once: a new one for each costs as much as a savepoint. It
+        gives tuples, because a Row looks for each name from the first column on."""
         # Our own statements carry a secret, so that a handler's "COMMIT" is never served from the statement cache,
         # where the authorizer would not see it.
         self.secret = token_hex(8)
@@ -163,6 +164,7 @@ class Writer:
         loop = asyncio.get_running_loop()
         self.connection = await loop.run_in_executor(self._thread, self._connect)
         self.cursor = self.connection.cursor()
+        self.cursor.row_factory = None
 
     def _connect(self) -> sqlite3.Connection:
         try:
