@@ -119,7 +119,7 @@ def _tracks(dialect: Dialect, lane: bytes, heads: Sequence[Row]) -> Plan[dict[st
     """Of each track as many of its lowest positions as it has places among the first messages."""
     tracks: dict[str, list[Row]] = {}
     if all(row["track"] is None for row in heads):
-        return tracks
+        return tracks  # as most often
     for track, places in Counter(row["track"] for row in heads if row["track"] is not None).items():
         found = yield dialect("queue_track", {"lane": lane, "track": track, "most": places})
         tracks[track] = list(found.rows)

@@ -316,7 +316,7 @@ SELECT lane FROM onceward_lanes
 WHERE lane IN (SELECT substr(:lanes, at, 16) FROM place) AND owner = :owner
 ORDER BY lane
 
--- The first messages of each lane; in which order, is said by rank and seq.
+-- The first messages of each lane, lane by lane. Within a lane they are sorted by who reads them, which is cheaper.
 -- name: queue_heads
 WITH RECURSIVE place(at) AS (SELECT 1 UNION ALL SELECT at + 16 FROM place WHERE at + 16 < length(:lanes))
 SELECT p.lane AS lane_id, p.seq, p.rank, p.track, p.position AS place, p.due, p.aside,

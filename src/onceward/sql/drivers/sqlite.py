@@ -24,7 +24,7 @@ from onceward.sql import dialect
 from onceward.sql.driver import HoldsNothing
 from onceward.sql.drivers.sqlite_line import was_closed
 from onceward.sql.drivers.sqlite_writer import Group, Turn, Writer, connect, primary_code, raise_translated
-from onceward.sql.plan import Result, Statement, numbered
+from onceward.sql.plan import PARAMETER, Result, Statement, numbered
 from onceward.store import Conflict, Features
 
 
@@ -100,6 +100,13 @@ class Transaction:
         return self._execute(self, sql, params)
 
 
+@lru_cache(maxsize=256)
+def _spelled(sql: str, nothing: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """`:name` as `?1`, and what is None as NULL in the text: for each None that it binds, sqlite3 looks for an adapter,
+    and a claim has five."""
+    return numbered(PARAMETER.sub(lambda found: "NULL" if found[1] in nothing else found[0], sql), "?")
+
+
 class SqliteSession(HoldsNothing):
     """A unit's transactions: each one a savepoint of the group that its turn is part of."""
 
@@ -173,10 +180,11 @@ class SqliteSession(HoldsNothing):
         return self._result(statement)
 
     def _result(self, statement: Statement) -> Result:
-        sql, names = numbered(statement.sql, "?")
+        params = statement.params
+        sql, names = _spelled(statement.sql, tuple([name for name, value in params.items() if value is None]))
         if statement.rows is not None:
             return Result((), self._raw_many(sql, [tuple(map(row.__getitem__, names)) for row in statement.rows]))
-        cursor = self._raw(sql, tuple(map(statement.params.__getitem__, names)))
+        cursor = self._raw(sql, tuple(map(params.__getitem__, names)))
         if cursor.description is None:
             return Result((), cursor.rowcount)
         columns = [column[0] for column in cursor.description]
