@@ -9,6 +9,7 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,10 @@ class OncewardQueue:
         await self._inbox.run(bulk=handle, stop=stop)
 
 
+@cache
 def _handler(work: Work) -> Any:
+    """Once, as a service has it: onceward looks at a function when it sees it first."""
+
     async def handle(message: Message[Any], tx: Any) -> None:
         if await work(message):
             await charge(message, tx)

@@ -63,10 +63,10 @@ async def test_a_plan_is_run_statement_by_statement() -> None:
 def test_literals_are_a_closed_set() -> None:
     moment = datetime(2026, 1, 1, tzinfo=UTC)
     assert inlined(Statement("x = :a::text AND y = ':a'", {"a": "it's"})) == "x = 'it''s'::text AND y = ':a'"
-    assert [literal(value) for value in (None, 1, b"\x00'", moment)] == [
-        "NULL", "(1)", "E'\\\\x0027'", "'2026-01-01T00:00:00+00:00'",
+    assert [literal(value) for value in (None, True, 1, b"\x00'", moment)] == [
+        "NULL", "TRUE", "(1)", "E'\\\\x0027'", "'2026-01-01T00:00:00+00:00'",
     ]  # fmt: skip
-    for value in (object(), [1], {"a": 1}, float("nan"), True, type("Text", (str,), {})("x")):
+    for value in (object(), [1], {"a": 1}, float("nan"), type("Text", (str,), {})("x")):
         with pytest.raises(TypeError):
             literal(value)
     with pytest.raises(ValueError, match="NUL"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any
 
 from bench.batches import charge_all
@@ -53,7 +54,10 @@ class OncewardQueue:
         await self.inbox.run(bulk=handle, stop=stop, concurrency=workers)
 
 
+@cache
 def _handler(work: Work) -> Any:
+    """Once, as a service has it: onceward looks at a function when it sees it first."""
+
     async def handle(message: Message[Any], tx: Any) -> None:
         if await work(message):
             await tx.execute(CHARGE, *charge_of(message))

@@ -6,7 +6,7 @@ The statements are in postgresql.sql and sqlite.sql, the tables in migrations/. 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -38,6 +38,10 @@ class Dialect(msgspec.Struct, frozen=True):
 
     def __call__(self, statement: str, params: Mapping[str, Any] | None = None) -> Statement:
         return Statement(self.statements[statement], params or {})
+
+    def each(self, statement: str, rows: Sequence[Mapping[str, Any]]) -> Statement:
+        """For all rows at once; see Statement.rows."""
+        return Statement(self.statements[statement], rows=rows)
 
 
 def postgresql(schema: str | None = None) -> Dialect:

@@ -20,6 +20,8 @@ T = TypeVar("T")
 class Statement(msgspec.Struct, frozen=True, gc=False):
     sql: str
     params: Mapping[str, Any] = {}
+    rows: Sequence[Mapping[str, Any]] | None = None
+    """Instead of `params`, on SQLite: it is run for each of them, and gives back how many rows it changed in all."""
 
 
 class Result(msgspec.Struct, frozen=True, gc=False):

@@ -10,12 +10,12 @@ import msgspec
 
 from onceward.errors import UsageError
 from onceward.identity import Identity
-from onceward.message import Position, restored
+from onceward.message import Message, Position, restored
 from onceward.queue import Queued, QueueLine, Unmet
 from onceward.record import State
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan
-from onceward.sql.verbs import unmet
+from onceward.sql.verbs import moment_of, unmet
 
 _decode = msgspec.json.decode
 
@@ -96,27 +96,12 @@ def queued_of(row: Mapping[str, Any]) -> Queued:
             "a message in the queue has no record that this role can see. Workers must see the records of all tenants; "
             "see docs/stored.md about row-level security. Or somebody deleted the record."
         )
-    tenant, payload, headers = row["tenant"], row["payload"], row["headers"]
-    depends_on, unmet = row["depends_on"], row["unmet"]
-    message = restored(
-        row["message_id"],
-        row["type"],
-        None if payload is None else _decode(payload),
-        row["source"],
-        row["topic"],
-        tenant,
-        None if headers is None else _decode(headers),
-        row["occurred_at"],
-        row["stream"],
-        row["position"],
-        () if depends_on is None else _decode(depends_on, type=tuple[Position, ...]),
-        row["body"],
-    )
+    unmet = row["unmet"]
     return Queued(
         row["seq"],
         row["lane_id"],
-        Identity.known(row["identity"], row["consumer"], tenant, row["scope"], row["key"]),
-        message,
+        identity_of(row),
+        message_of(row),
         row["now"],
         row["rank"],
         row["due"],
@@ -128,6 +113,28 @@ def queued_of(row: Mapping[str, Any]) -> Queued:
         row["origin"],
         row["received_at"],
         (row["record_place"], row["row_place"]),
+    )
+
+
+def identity_of(row: Mapping[str, Any]) -> Identity:
+    return Identity.known(row["identity"], row["consumer"], row["tenant"], row["scope"], row["key"])
+
+
+def message_of(row: Mapping[str, Any]) -> Message[Any]:
+    payload, headers, occurred_at, depends_on = row["payload"], row["headers"], row["occurred_at"], row["depends_on"]
+    return restored(
+        row["message_id"],
+        row["type"],
+        None if payload is None else _decode(payload),
+        row["source"],
+        row["topic"],
+        row["tenant"],
+        None if headers is None else _decode(headers),
+        None if occurred_at is None else moment_of(occurred_at),
+        row["stream"],
+        row["position"],
+        () if depends_on is None else _decode(depends_on, type=tuple[Position, ...]),
+        row["body"],
     )
 
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import msgspec
 
 from onceward.errors import HandlerEndedTransaction
 from onceward.identity import Identity
-from onceward.message import Position
+from onceward.message import Message, Position
 from onceward.queue import (
     LAST,
     BlockedLine,
@@ -33,7 +35,7 @@ from onceward.queue import (
 from onceward.record import Record, State
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
-from onceward.sql.queue_rows import LaneLine, lanes_of
+from onceward.sql.queue_rows import LaneLine, identity_of, lanes_of, message_of
 from onceward.sql.verbs import discard, moment_of, record_of
 
 Row: TypeAlias = Mapping[str, Any]
@@ -44,40 +46,41 @@ _ENDS = {Then.RETRY: "retrying", Then.LATER: "later", Then.BLOCKED: "blocked"}
 
 
 def accept(dialect: Dialect, lines: Sequence[QueueLine], consumer: str, host: str) -> Plan[list[KeptLine]]:
-    seq = yield from _numbers(dialect, "received", len(lines))
-    kept: list[KeptLine] = []
-    joined: list[QueueLine] = []
-    for line in lines:
-        how = yield from _keep(dialect, line, next(seq), consumer, host)
-        kept.append(how)
-        if how.how in (Kept.NEW, Kept.PARKED):
-            joined.append(line)
-    for lane in lanes_of(joined):
-        yield _open(dialect, lane, consumer)
+    numbers = yield from _numbers(dialect, "received", len(lines))
+    rows = [_row(dialect, line, seq, consumer, host) for line, seq in zip(lines, numbers, strict=True)]
+    inserted = yield dialect.each("queue_keep", rows)
+    kept = [_NEW] * len(lines)
+    if inserted.changed < len(lines):
+        for at, row in enumerate(rows):
+            kept[at] = yield from _kept(dialect, row)
+    joined = [at for at, how in enumerate(kept) if how.how in (Kept.NEW, Kept.PARKED)]
+    if joined:
+        yield dialect.each("queue_pend", [_pend(dialect, lines[at], rows[at]["seq"], rows[at]["due"]) for at in joined])
+        lanes = lanes_of([lines[at] for at in joined])
+        yield dialect.each("queue_open", [_open(dialect, lane, consumer) for lane in lanes])
     return kept
 
 
-def _keep(dialect: Dialect, line: QueueLine, seq: int, consumer: str, host: str) -> Plan[KeptLine]:
-    identity = bytes.fromhex(line.identity)
-    params = msgspec.structs.asdict(line) | {
-        "identity": identity,
-        "consumer": consumer,
-        "host": host,
-        "seq": seq,
-        "message_id": line.message_id or line.key,
-        "occurred_at": _moment(dialect, line.occurred_at),
-        "not_before": _moment(dialect, line.not_before),
-    }
-    inserted = yield dialect("queue_keep", params)
-    if inserted.changed == 1:
-        yield _pend(dialect, line, seq, params["not_before"])
+def _row(dialect: Dialect, line: QueueLine, seq: int, consumer: str, host: str) -> dict[str, Any]:
+    row = msgspec.structs.asdict(line)
+    row["identity"] = dialect.identity(bytes.fromhex(line.identity))
+    row["consumer"], row["host"], row["seq"] = consumer, host, seq
+    row["message_id"] = line.message_id or line.key
+    row["occurred_at"] = _moment(dialect, line.occurred_at)
+    row["due"] = row["not_before"] = _moment(dialect, line.not_before)
+    return row
+
+
+def _kept(dialect: Dialect, row: dict[str, Any]) -> Plan[KeptLine]:
+    """What became of a line, when not all are new. One with our number is."""
+    known = (yield dialect("queue_known", row)).rows[0]
+    if known["received_position"] == row["seq"]:
         return _NEW
-    joined = yield dialect("queue_join", params)
-    if joined.rows:
-        yield _pend(dialect, line, seq, joined.rows[0]["next_try_at"])
-    known = yield dialect("queue_known", {"identity": identity})
-    row = known.rows[0]
-    return KeptLine(Kept.PARKED if joined.rows else _known(row), row["payload_hash"])
+    joined = yield dialect("queue_join", row)
+    if not joined.rows:
+        return KeptLine(_known(known), known["payload_hash"])
+    row["due"] = joined.rows[0]["next_try_at"]
+    return KeptLine(Kept.PARKED, known["payload_hash"])
 
 
 def _known(row: Row) -> Kept:
@@ -101,11 +104,12 @@ def claim_lanes(
 def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int) -> Plan[Taken]:
     held = yield dialect("queue_hold", _owned(owner, lanes))
     ours = [row["lane"] for row in held.rows]
+    found = yield dialect("queue_heads", {"lanes": b"".join(ours), "most": most})
     messages: list[Queued] = []
-    for lane in ours:
-        heads = yield dialect("queue_heads", {"lane": lane, "most": most})
-        tracks = yield from _tracks(dialect, lane, heads.rows)
-        for row, behind in _in_order(heads.rows, tracks):
+    for lane, rows in groupby(found.rows, key=itemgetter("lane_id")):
+        heads = sorted(rows, key=itemgetter("rank", "seq"))
+        tracks = yield from _tracks(dialect, lane, heads)
+        for row, behind in _in_order(heads, tracks):
             queued = yield from _queued(dialect, lane, row, behind=behind)
             messages.append(queued)
     return Taken(frozenset(ours), tuple(messages))
@@ -114,6 +118,8 @@ def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int) 
 def _tracks(dialect: Dialect, lane: bytes, heads: Sequence[Row]) -> Plan[dict[str, list[Row]]]:
     """Of each track as many of its lowest positions as it has places among the first messages."""
     tracks: dict[str, list[Row]] = {}
+    if all(row["track"] is None for row in heads):
+        return tracks  # as most often
     for track, places in Counter(row["track"] for row in heads if row["track"] is not None).items():
         found = yield dialect("queue_track", {"lane": lane, "track": track, "most": places})
         tracks[track] = list(found.rows)
@@ -138,30 +144,30 @@ def _in_order(heads: Sequence[Row], tracks: Mapping[str, list[Row]]) -> Iterator
 
 
 def _queued(dialect: Dialect, lane: bytes, row: Row, *, behind: bool) -> Plan[Queued]:
-    record = record_of(row)
-    unmet = yield from _unmet(dialect, record)
+    identity, message = identity_of(row), message_of(row)
+    unmet = (yield from _unmet(dialect, identity, message)) if message.depends_on else None
     return Queued(
         seq=row["seq"],
         lane=lane,
-        identity=record.identity,
-        message=record.message(),
+        identity=identity,
+        message=message,
         now=moment_of(row["now"]),
         rank=row["rank"],
         due=None if row["due"] is None else moment_of(row["due"]),
         track=row["track"],
         behind=behind,
         unmet=unmet,
-        attempts=record.attempts,
-        started=record.started,
-        origin=record.origin,
-        received_at=record.received_at,
+        attempts=row["attempts"],
+        started=row["started"],
+        origin=row["origin"],
+        received_at=moment_of(row["received_at"]),
     )
 
 
-def _unmet(dialect: Dialect, record: Record) -> Plan[Unmet | None]:
-    for needed in record.depends_on:
-        tenant = needed.tenant or record.tenant
-        found = yield _position(dialect, record.consumer, tenant, needed.stream, needed.position)
+def _unmet(dialect: Dialect, of: Identity, message: Message[Any]) -> Plan[Unmet | None]:
+    for needed in message.depends_on:
+        tenant = needed.tenant or of.tenant
+        found = yield _position(dialect, of.consumer, tenant, needed.stream, needed.position)
         if not found.rows[0]["done"]:
             state = found.rows[0]["state"]
             return Unmet(Position(needed.stream, needed.position, tenant), None if state is None else State(state))
@@ -174,55 +180,47 @@ def hold_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Plan[fro
 
 
 def close_lanes(dialect: Dialect, closing: TurnClosing, consumer: str, host: str) -> Plan[None]:
-    tracks: set[tuple[bytes, str]] = set()
-    if closing.done:
-        number = yield from _numbers(dialect, "processed", len(closing.done))
-        for done in closing.done:
-            tracks |= yield from _done(dialect, done, next(number), host)
-    for failed in closing.failed:
-        tracks |= yield from _failed(dialect, failed, host)
-    for lane, track in tracks:
-        yield dialect("queue_next_of_track", {"lane": lane, "track": track})
+    done, failed = closing.done, closing.failed
+    tracks = yield from _gone(dialect, [*(one.seq for one in done), *(one.seq for one in failed if one.dead)])
+    if done:
+        numbers = yield from _numbers(dialect, "processed", len(done))
+        rows = [
+            {**_line(dialect, line), "number": number, "host": host} for line, number in zip(done, numbers, strict=True)
+        ]
+        _check((yield dialect.each("queue_done", rows)).changed, len(rows))
+    for line in failed:
+        yield from _failed(dialect, line, host)
+    for track in tracks:
+        yield dialect("queue_next_of_track", track)
     waiting = set()
     for blocked in closing.blocked:
         if (yield from _waits(dialect, blocked, consumer)):
             waiting.add(blocked.seq)
     if closing.behind:
         yield dialect("queue_behind", _seqs(closing.behind))
-    for end in closing.lanes:
-        yield from _end(dialect, closing.owner, end, waiting)
+    yield from _end(dialect, closing.owner, closing.lanes, waiting)
 
 
-def _done(dialect: Dialect, line: DoneLine, number: int, host: str) -> Plan[set[tuple[bytes, str]]]:
-    track = yield from _gone(dialect, line.seq)
-    params = {**_line(line), "number": number, "host": host}
-    _check((yield dialect("queue_done", params)).changed)
-    return track
+def _gone(dialect: Dialect, seqs: Sequence[int]) -> Plan[Sequence[Row]]:
+    """They are in the queue no more. The tracks that they were in."""
+    if not seqs:
+        return ()
+    tracks = yield dialect("queue_tracks", _seqs(seqs))
+    _check((yield dialect("queue_gone", _seqs(seqs))).changed, len(seqs))
+    return tracks.rows
 
 
-def _failed(dialect: Dialect, line: FailedLine, host: str) -> Plan[set[tuple[bytes, str]]]:
+def _failed(dialect: Dialect, line: FailedLine, host: str) -> Plan[None]:
     delay = None if line.dead or line.delay is None else _seconds(line.delay)
-    track: set[tuple[bytes, str]] = set()
-    if line.dead:
-        track = yield from _gone(dialect, line.seq)
-    else:
+    if not line.dead:
         _check((yield dialect("queue_put_off", {"seq": line.seq, "delay": delay})).changed)
     state = State.DEAD if line.dead else State.FAILED
-    params = {**_line(line), "state": state.value, "counted": int(line.counted), "delay": delay, "host": host}
+    params = {**_line(dialect, line), "state": state.value, "counted": int(line.counted), "delay": delay, "host": host}
     _check((yield dialect("queue_failed", params)).changed)
-    return track
 
 
-def _gone(dialect: Dialect, seq: int) -> Plan[set[tuple[bytes, str]]]:
-    """The track that it was in, if any."""
-    gone = yield dialect("queue_gone", {"seq": seq})
-    _check(gone.changed)
-    row = gone.rows[0]
-    return set() if row["track"] is None else {(row["lane"], row["track"])}
-
-
-def _check(changed: int) -> None:
-    if changed != 1:
+def _check(changed: int, wanted: int = 1) -> None:
+    if changed != wanted:
         raise HandlerEndedTransaction("a message is gone: a handler removed it, or changed where tables are found")
 
 
@@ -240,29 +238,32 @@ def _waits(dialect: Dialect, line: BlockedLine, consumer: str) -> Plan[bool]:
     return True
 
 
-def _end(dialect: Dialect, owner: str, end: LaneEnd, waiting: set[int]) -> Plan[None]:
-    params = {
-        "lane": bytes.fromhex(end.lane),
-        "owner": owner,
-        "blocker": None,
-        "state": "ready",
-        "delay": _seconds(0.0),
-    }
-    if end.then is Then.KEPT:
-        return
-    if end.then in _ENDS:
-        params["state"] = _ENDS[end.then]
-        params["delay"] = None if end.then is Then.BLOCKED else _seconds(end.delay)
-        params["blocker"] = None if end.blocker is None else bytes.fromhex(end.blocker)
-    else:
-        gone = yield dialect("queue_lane_gone", params)
-        if gone.changed:
-            return
-        # It sleeps when nothing in it may run: all are set aside, or the first of its stream waits.
-        first = yield dialect("queue_first", params)
-        if not first.rows or first.rows[0]["seq"] in waiting:
-            params |= {"state": "waiting", "delay": None}
-    yield dialect("queue_lane_end", params)
+def _end(dialect: Dialect, owner: str, ends: Sequence[LaneEnd], waiting: set[int]) -> Plan[None]:
+    """Lanes without messages go, which most often is all of them."""
+    by_content = [bytes.fromhex(end.lane) for end in ends if end.then is Then.NEXT or end.then is Then.WAIT]
+    if by_content:
+        gone = yield dialect.each("queue_lane_gone", [{"lane": lane, "owner": owner} for lane in by_content])
+        if gone.changed < len(by_content):
+            left = yield dialect("queue_hold", _owned(owner, by_content))
+            for row in left.rows:
+                yield from _goes_on(dialect, owner, row["lane"], waiting)
+    for end in ends:
+        if end.then in _ENDS:
+            yield dialect("queue_lane_end", {
+                "lane": bytes.fromhex(end.lane),
+                "owner": owner,
+                "state": _ENDS[end.then],
+                "delay": None if end.then is Then.BLOCKED else _seconds(end.delay),
+                "blocker": None if end.blocker is None else bytes.fromhex(end.blocker),
+            })  # fmt: skip
+
+
+def _goes_on(dialect: Dialect, owner: str, lane: bytes, waiting: set[int]) -> Plan[None]:
+    """It sleeps when nothing in it may run: all are set aside, or the first of its stream waits."""
+    first = yield dialect("queue_first", {"lane": lane})
+    sleeps = not first.rows or first.rows[0]["seq"] in waiting
+    how = {"state": "waiting", "delay": None} if sleeps else {"state": "ready", "delay": _seconds(0.0)}
+    yield dialect("queue_lane_end", {"lane": lane, "owner": owner, "blocker": None, **how})
 
 
 def release(dialect: Dialect, owner: str, lanes: Sequence[bytes], delay: float) -> Plan[None]:
@@ -303,9 +304,9 @@ def requeue(dialect: Dialect, identity: Identity, line: QueueLine) -> Plan[bool]
     if not requeued.rows:
         return False
     row = requeued.rows[0]
-    yield _pend(dialect, line, row["received_position"], None)
+    yield dialect("queue_pend", _pend(dialect, line, row["received_position"], None))
     (lane,) = lanes_of([msgspec.structs.replace(line, not_before=None)])
-    yield _open(dialect, lane, row["consumer"])
+    yield dialect("queue_open", _open(dialect, lane, row["consumer"]))
     yield dialect("queue_unblock", {"lane": bytes.fromhex(line.lane), "identity": identity.digest})
     return True
 
@@ -327,26 +328,36 @@ def _numbers(dialect: Dialect, name: str, many: int) -> Plan[Iterator[int]]:
     return iter(range(last - many + 1, last + 1))
 
 
-def _pend(dialect: Dialect, line: QueueLine, seq: int, due: Any) -> Statement:
+def _pend(dialect: Dialect, line: QueueLine, seq: int, due: Any) -> dict[str, Any]:
     """In a track, what has no position comes last."""
-    place = LAST if line.position is None and line.track is not None else line.position
-    return dialect("queue_pend", {
-        "seq": seq, "identity": bytes.fromhex(line.identity), "lane": bytes.fromhex(line.lane), "rank": line.rank,
-        "track": line.track, "place": place, "due": due,
-    })  # fmt: skip
+    return {
+        "seq": seq,
+        "identity": dialect.identity(bytes.fromhex(line.identity)),
+        "lane": dialect.identity(bytes.fromhex(line.lane)),
+        "rank": line.rank,
+        "track": line.track,
+        "place": LAST if line.position is None and line.track is not None else line.position,
+        "due": due,
+    }
 
 
-def _open(dialect: Dialect, lane: LaneLine, consumer: str) -> Statement:
-    params = {"lane": bytes.fromhex(lane.lane), "consumer": consumer, "not_before": _moment(dialect, lane.not_before)}
-    return dialect("queue_open", msgspec.structs.asdict(lane) | params)
+def _open(dialect: Dialect, lane: LaneLine, consumer: str) -> dict[str, Any]:
+    return {
+        "lane": dialect.identity(bytes.fromhex(lane.lane)),
+        "consumer": consumer,
+        "tenant": lane.tenant,
+        "name": lane.name,
+        "share": lane.share,
+        "not_before": _moment(dialect, lane.not_before),
+    }
 
 
 def _position(dialect: Dialect, consumer: str, tenant: str, stream: str, position: int) -> Statement:
     return dialect("queue_position", {"consumer": consumer, "tenant": tenant, "stream": stream, "position": position})
 
 
-def _line(line: DoneLine | FailedLine) -> dict[str, Any]:
-    return msgspec.structs.asdict(line) | {"identity": bytes.fromhex(line.identity)}
+def _line(dialect: Dialect, line: DoneLine | FailedLine) -> dict[str, Any]:
+    return msgspec.structs.asdict(line) | {"identity": dialect.identity(bytes.fromhex(line.identity))}
 
 
 def _moment(dialect: Dialect, moment: Any) -> Any:

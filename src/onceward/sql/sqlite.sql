@@ -257,8 +257,8 @@ WHERE identity = :identity AND state = 'processed'
 -- name: unclaim
 DELETE FROM onceward_records WHERE identity = :identity AND state = 'processed'
 
--- The queue. Several statements for one step cost nothing here, so each is one row. Several lanes are one blob, 16 bytes
--- each.
+-- The queue. Several statements for one step are no trips here, so most are about one row, and are run for several. Several
+-- lanes are one blob, 16 bytes each.
 
 -- name: queue_numbers
 INSERT INTO onceward_counters (name, value) VALUES (:name, :many)
@@ -326,11 +326,16 @@ SELECT lane FROM onceward_lanes
 WHERE lane IN (SELECT substr(:lanes, at, 16) FROM place) AND owner = :owner
 ORDER BY lane
 
+-- The first messages of each lane, lane by lane. Within a lane they are sorted by who reads them, which is cheaper.
 -- name: queue_heads
-SELECT p.seq, p.rank, p.track, p.position AS place, p.due, p.aside, strftime('%Y-%m-%dT%H:%M:%fZ', 'now') AS now, r.*
-FROM onceward_pending p JOIN onceward_records r ON r.identity = p.identity
-WHERE p.lane = :lane AND NOT p.aside
-ORDER BY p.rank, p.seq LIMIT :most
+WITH RECURSIVE place(at) AS (SELECT 1 UNION ALL SELECT at + 16 FROM place WHERE at + 16 < length(:lanes))
+SELECT p.lane AS lane_id, p.seq, p.rank, p.track, p.position AS place, p.due, p.aside,
+    strftime('%Y-%m-%dT%H:%M:%fZ', 'now') AS now, r.*
+FROM place
+CROSS JOIN onceward_pending p ON p.seq IN (
+    SELECT seq FROM onceward_pending WHERE lane = substr(:lanes, place.at, 16) AND NOT aside
+    ORDER BY rank, seq LIMIT :most)
+CROSS JOIN onceward_records r ON r.identity = p.identity
 
 -- name: queue_track
 SELECT p.seq, p.rank, p.track, p.position AS place, p.due, p.aside, strftime('%Y-%m-%dT%H:%M:%fZ', 'now') AS now, r.*
@@ -349,8 +354,12 @@ SELECT
     (SELECT state FROM onceward_records
      WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position LIMIT 1) AS state
 
+-- name: queue_tracks
+SELECT DISTINCT lane, track FROM onceward_pending
+WHERE seq IN (SELECT value FROM json_each(:seqs)) AND track IS NOT NULL
+
 -- name: queue_gone
-DELETE FROM onceward_pending WHERE seq = :seq RETURNING lane, track
+DELETE FROM onceward_pending WHERE seq IN (SELECT value FROM json_each(:seqs))
 
 -- name: queue_done
 UPDATE onceward_records

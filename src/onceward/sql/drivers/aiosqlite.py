@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -52,17 +52,25 @@ class AiosqliteSession(HoldsNothing):
     async def begin(self, first: Statement | None = None) -> Result:
         if not self._read_only:
             self._savepoint = f"onceward_{token_hex(8)}"
-            # Another process is waited for in the thread, as long as we are asked to and not as the engine is set.
-            (patience,) = await (await self._send("PRAGMA busy_timeout")).fetchone()
-            try:
-                await self._send(f"PRAGMA busy_timeout = {int(self._wait * 1000)}")
-                await self._send("BEGIN IMMEDIATE")
-            finally:
-                await finish(self._raw.execute(f"PRAGMA busy_timeout = {patience}"))
-            await self._send(f"SAVEPOINT {self._savepoint}")
+            await self._begin(f"BEGIN IMMEDIATE; SAVEPOINT {self._savepoint}")
         return await self.execute(first) if first is not None else Result((), 0)
 
+    async def _begin(self, sql: str) -> None:
+        """Another process is waited for in the thread, as long as we are asked to and not as the engine is set."""
+        ((patience,),) = await self._sent(self._raw.execute_fetchall("PRAGMA busy_timeout"))
+        wanted = int(self._wait * 1000)
+        if patience == wanted:
+            await self._sent(self._raw.executescript(sql))
+            return
+        try:
+            await self._send(f"PRAGMA busy_timeout = {wanted}")
+            await self._sent(self._raw.executescript(sql))
+        finally:
+            await finish(self._raw.execute(f"PRAGMA busy_timeout = {patience}"))
+
     async def execute(self, statement: Statement) -> Result:
+        if statement.rows is not None:
+            return Result((), (await self._sent(self._raw.executemany(statement.sql, statement.rows))).rowcount)
         cursor = await self._send(statement.sql, statement.params)
         names = [column[0] for column in cursor.description or ()]
         rows = [dict(zip(names, row, strict=True)) for row in await cursor.fetchall()] if names else []
@@ -73,8 +81,11 @@ class AiosqliteSession(HoldsNothing):
             await self._send(statement)
 
     async def _send(self, sql: str, params: Any = ()) -> Any:
+        return await self._sent(self._raw.execute(sql, params))
+
+    async def _sent(self, sending: Awaitable[Any]) -> Any:
         try:
-            return await self._raw.execute(sql, params)
+            return await sending
         except sqlite3.Error as error:
             raise_for(error, self._path)
 

@@ -191,7 +191,8 @@ class JoinedOrmSession(JoinedConnection):
 def _spelled(dialect: Any, statement: Statement) -> tuple[Any, ...]:
     """A statement in the driver's own style of parameters."""
     if dialect.name == "sqlite":
-        return statement.sql, dict(statement.params)
+        rows = statement.rows
+        return statement.sql, dict(statement.params) if rows is None else list(map(dict, rows))
     if dialect.driver == "asyncpg":
         sql, names = numbered(statement.sql)
         return sql, tuple(statement.params[name] for name in names)

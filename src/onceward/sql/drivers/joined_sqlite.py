@@ -86,6 +86,8 @@ class JoinedSqlite(JoinedSession):
 
     async def execute(self, statement: Statement) -> Result:
         self.check_stands()
+        if statement.rows is not None:
+            return Result((), sum([(await self._say(statement.sql, row)).rowcount for row in statement.rows]))
         cursor = await self._say(statement.sql, statement.params)
         rows = await awaited(cursor.fetchall())
         names = [column[0] for column in cursor.description or ()]

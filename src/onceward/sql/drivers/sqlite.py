@@ -24,7 +24,7 @@ from onceward.sql import dialect
 from onceward.sql.driver import HoldsNothing
 from onceward.sql.drivers.sqlite_line import was_closed
 from onceward.sql.drivers.sqlite_writer import Group, Turn, Writer, connect, primary_code, raise_translated
-from onceward.sql.plan import Result, Statement, numbered
+from onceward.sql.plan import PARAMETER, Result, Statement, numbered
 from onceward.store import Conflict, Features
 
 
@@ -100,6 +100,13 @@ class Transaction:
         return self._execute(self, sql, params)
 
 
+@lru_cache(maxsize=256)
+def _spelled(sql: str, nothing: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """`:name` as `?1`, and what is None as NULL in the text: for each None that it binds, sqlite3 looks for an adapter,
+    and a claim has five."""
+    return numbered(PARAMETER.sub(lambda found: "NULL" if found[1] in nothing else found[0], sql), "?")
+
+
 class SqliteSession(HoldsNothing):
     """A unit's transactions: each one a savepoint of the group that its turn is part of."""
 
@@ -162,7 +169,7 @@ class SqliteSession(HoldsNothing):
 
     async def begin(self, first: Statement | None = None) -> Result:
         if self._turn is None:
-            self._turn = await self._writer.take(self._wait)
+            self._turn = self._writer.take_now() or await self._writer.take(self._wait)
         self._ended = self.lost = False
         self._leans_on = self._writer.uncommitted()
         self._tx = Transaction(self._handler_execute)
@@ -173,11 +180,15 @@ class SqliteSession(HoldsNothing):
         return self._result(statement)
 
     def _result(self, statement: Statement) -> Result:
-        sql, names = numbered(statement.sql, "?")
-        cursor = self._raw(sql, tuple(map(statement.params.__getitem__, names)))
+        params = statement.params
+        sql, names = _spelled(statement.sql, tuple([name for name, value in params.items() if value is None]))
+        if statement.rows is not None:
+            return Result((), self._raw_many(sql, [tuple(map(row.__getitem__, names)) for row in statement.rows]))
+        cursor = self._raw(sql, tuple(map(params.__getitem__, names)))
         if cursor.description is None:
             return Result((), cursor.rowcount)
-        rows = cursor.fetchall()
+        columns = [column[0] for column in cursor.description]
+        rows = [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
         return Result(rows, len(rows))
 
     async def script(self, sql: str) -> None:
@@ -189,10 +200,20 @@ class SqliteSession(HoldsNothing):
         try:
             return self._writer.cursor.execute(sql, params)
         except sqlite3.Error as error:
-            self._look_alive()
-            if self._writer.closed:
-                raise was_closed(self._writer.path) from error
-            raise_for(error, self._writer.path)
+            self._raise(error)
+
+    def _raw_many(self, sql: str, rows: list[tuple[Any, ...]]) -> int:
+        self._writer.guarding = False
+        try:
+            return self._writer.cursor.executemany(sql, rows).rowcount
+        except sqlite3.Error as error:
+            self._raise(error)
+
+    def _raise(self, error: sqlite3.Error) -> NoReturn:
+        self._look_alive()
+        if self._writer.closed:
+            raise was_closed(self._writer.path) from error
+        raise_for(error, self._writer.path)
 
     async def ended(self) -> bool:
         return self._ended

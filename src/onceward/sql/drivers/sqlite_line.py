@@ -8,7 +8,7 @@ from itertools import islice
 
 from onceward.errors import StoreUnavailable, TryLater
 
-AHEAD = 16
+AHEAD = 64
 """How many are woken at once, at the most."""
 
 
@@ -33,6 +33,8 @@ class Line:
 
     def __init__(self, path: str) -> None:
         self.busy = False
+        self.committing = False
+        """It is the COMMIT that everybody waits for, and not a slow handler."""
         self._path = path
         self._closed = False
         self.waiting: deque[_Waiting] = deque()
@@ -68,17 +70,19 @@ class Line:
                     raise was_closed(self._path)
                 if not self.busy and self.waiting[0] is mine:
                     break
-                self._ahead = 2
+                if not self.committing:
+                    self._ahead = 1
         except BaseException:
             self.waiting.remove(mine)
             raise
         self.waiting.popleft()
 
     def wake(self) -> None:
-        """Nobody is busy: let the next ones see."""
-        first = self.waiting[0]
-        if first.woken.done():  # woken early, and not too early
-            self._ahead = min(2 * self._ahead, AHEAD)
+        """Nobody is busy: let the next ones see, unless the first of them was woken early. When all who were are
+        through, and none of them too early, twice as many are woken."""
+        if self.waiting[0].woken.done():
+            return
+        self._ahead = min(2 * self._ahead, AHEAD)
         for waiting in islice(self.waiting, self._ahead):
             if not waiting.woken.done():
                 waiting.woken.set_result(None)

@@ -27,7 +27,7 @@ from onceward.store import Conflict
 GROUP = 100
 """Units of work that share one COMMIT, at the most."""
 
-AGE = 0.01
+AGE = 0.02
 """Seconds after which a group is committed before the turn goes on, so that slow handlers make small groups."""
 
 CLOSING = 10.0
@@ -121,6 +121,7 @@ class Turn:
         self.writer = writer
         self.outer = outer
         self.active = True
+        _turn_of.set(self)
 
     def is_inside(self, writer: Writer) -> bool:
         """Whether this turn, or one around it, is a turn on the same database."""
@@ -133,7 +134,8 @@ class Writer:
         self.path = path
         self.connection: sqlite3.Connection
         self.cursor: sqlite3.Cursor
-        """For our own statements, whose rows are read at once: a new one for each costs as much as a savepoint."""
+        """For our own statements, whose rows are read at once: a new one for each costs as much as a savepoint. It
+        gives tuples, because a Row looks for each name from the first column on."""
         # Our own statements carry a secret, so that a handler's "COMMIT" is never served from the statement cache,
         # where the authorizer would not see it.
         self.secret = token_hex(8)
@@ -162,6 +164,7 @@ class Writer:
         loop = asyncio.get_running_loop()
         self.connection = await loop.run_in_executor(self._thread, self._connect)
         self.cursor = self.connection.cursor()
+        self.cursor.row_factory = None
 
     def _connect(self) -> sqlite3.Connection:
         try:
@@ -209,18 +212,25 @@ class Writer:
 
     # --- turns ----------------------------------------------------------------------------------------------
 
+    def take_now(self) -> Turn | None:
+        """The turn, where nobody has to be waited for."""
+        outer = self._turn_around()
+        return Turn(self, outer) if self._group is not None and self._line.try_enter() else None
+
     async def take(self, wait: float) -> Turn:
         """Wait for the turn, then for the write lock. TryLater(store_busy) when that takes too long."""
+        outer = self._turn_around()
+        await self._wait_for_turn(wait)
+        return Turn(self, outer)
+
+    def _turn_around(self) -> Turn | None:
+        """That of a handler on another database which we are called in."""
         outer = _turn_of.get()
         while outer is not None and not outer.active:
             outer = outer.outer  # it is over, and must not be kept alive
         if outer is not None and outer.is_inside(self):
             raise NestedProcess
-        if self._group is None or not self._line.try_enter():
-            await self._wait_for_turn(wait)
-        turn = Turn(self, outer)
-        _turn_of.set(turn)
-        return turn
+        return outer
 
     async def _wait_for_turn(self, wait: float) -> None:
         deadline = time.monotonic() + wait
@@ -246,7 +256,7 @@ class Writer:
     def _pass_on(self) -> None:
         """The turn goes to the next, or to the COMMIT: when the group is full, or soon, when nobody waits."""
         line, group = self._line, self._group
-        line.busy = False
+        line.busy = line.committing = False
         if group is not None and (not self.alive or self._is_full(group)):
             self._commit_group()
         elif line.waiting:
@@ -321,7 +331,7 @@ class Writer:
         the group would wait for it for ever.
         """
         group, self._group = self._group, None
-        self._line.busy = True
+        self._line.busy = self._line.committing = True
         assert group is not None  # noqa: S101 - only called with an open group
         loop = asyncio.get_running_loop()
 
@@ -347,8 +357,8 @@ class Writer:
             # A deferred constraint of one of them. Each runs again on its own, and then it is known whose.
             self._alone = group.size
             error = Conflict("a neighbour's commit was refused")
+        self._pass_on()  # first: who waits goes on before those who are acknowledged now come with their next message
         group.settle(None if error is None else _not_committed(error, self.path))
-        self._pass_on()
 
     def _abandon(self) -> None:
         with contextlib.suppress(sqlite3.Error):
@@ -390,4 +400,5 @@ def _set_up(connection: sqlite3.Connection) -> None:
             time.sleep(0.01)
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA temp_store = MEMORY")  # what a savepoint would undo is kept here, and not in a file
     connection.execute("PRAGMA busy_timeout = 0")  # from here on the writer does the waiting
