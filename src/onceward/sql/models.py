@@ -188,6 +188,7 @@ LANES = sa.Table(
     sa.Column("claims", sa.Integer, nullable=False, server_default="0"),
     _id("blocker", nullable=True),
     sa.CheckConstraint("state IN ('ready', 'running', 'retrying', 'later', 'waiting', 'blocked')"),
+    postgresql_with={"fillfactor": 50},
 )
 PENDING = sa.Table(
     "onceward_pending",
@@ -226,11 +227,10 @@ ARRIVALS = sa.Table(
 COUNTERS = sa.Table("onceward_counters", _Base.metadata, _text("name", primary_key=True), _long("value"))
 
 
-def _index(table: Any, what: str, *columns: str, where: str | None = None) -> None:
-    condition: dict[str, Any] = {}
+def _index(table: Any, what: str, *columns: str, where: str | None = None, **options: Any) -> None:
     if where is not None:
-        condition = {"postgresql_where": sa.text(where), "sqlite_where": sa.text(where)}
-    sa.Index(f"{table.name}_{what}", *(table.c[column] for column in columns), **condition)
+        options |= {"postgresql_where": sa.text(where), "sqlite_where": sa.text(where)}
+    sa.Index(f"{table.name}_{what}", *(table.c[column] for column in columns), **options)
 
 
 RECORDS = InboxRecord.__table__
@@ -249,7 +249,10 @@ _index(
     where="stream IS NOT NULL AND state IN ('accepted', 'running', 'failed', 'dead')",
 )  # fmt: skip
 _index(LANES, "asleep", "consumer", where="run_at IS NULL")
-_index(LANES, "due", "consumer", "run_at", where="run_at IS NOT NULL")
+_index(
+    LANES, "due", "consumer", "run_at",
+    where="run_at IS NOT NULL", postgresql_with={"deduplicate_items": "off"},
+)  # fmt: skip
 _index(PENDING, "next", "lane", "rank", "seq", where="NOT aside")
 _index(PENDING, "aside", "lane", where="aside")
 _index(PENDING, "track", "lane", "track", "position", "seq", where="track IS NOT NULL")

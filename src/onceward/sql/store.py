@@ -443,8 +443,8 @@ class SqlUnit(Generic[Tx]):
 
     async def close_and_commit(self, closing: TurnClosing, *, consumer: str, host: str) -> None:
         if self._rides():
-            riding = self._queue.closing(self._dialect, closing, consumer, host)
-            self._session.ride(riding)  # type: ignore[attr-defined]
+            session: Any = self._session
+            session.ride(self._queue.closing(self._dialect, closing, consumer, host), after=self._placed)
         else:
             await self.close_lanes(closing, consumer=consumer, host=host)
         await self.commit()

@@ -158,7 +158,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     """A transaction of its own, said before the next BEGIN in the same trip."""
     opening: Sequence[Statement] = ()
     """What else is said in the trip of the next BEGIN; its rows are not wanted."""
-    _riding: Statement | None = None
+    _riding = ""
 
     idle_limit: float | None = None
     """Seconds that a transaction may be silent: then the server ends it, and whoever froze in it holds nobody up."""
@@ -171,7 +171,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         if self.idle_limit is not None:
             trip += f"; SET LOCAL idle_in_transaction_session_timeout = {await self._idle_limit(self.idle_limit)}"
         claiming, opening = self.claiming, self.opening
-        self.claiming, self.opening, self._riding = None, (), None
+        self.claiming, self.opening, self._riding = None, (), ""
         if first is None:
             await self._said(trip, claiming, opening)
             return Result((), 0)
@@ -279,9 +279,13 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
             raise UsageError("two tasks of the handler used tx.transaction() at the same time, and one was not undone")
         return self.to_its_end(self._commit())
 
-    def ride(self, statement: Statement) -> None:
-        """Say it in the trip of COMMIT, before it. It gives a number, and 0 stops the trip."""
-        self._riding = statement
+    def ride(self, statement: Statement, *, after: bool) -> None:
+        """Say it in the trip of COMMIT, before it. It gives a number, and 0 stops the trip.
+
+        A row that was locked before a savepoint and deleted `after` it has two owners, and PostgreSQL would read over
+        it until VACUUM. So the savepoint ends first.
+        """
+        self._riding = f"{'RELEASE onceward_turn; ' if after else ''}SELECT 1 / ({inlined(statement)}); "
 
     def _refuse_left_behind(self) -> NoReturn:
         self._abandon()
@@ -290,8 +294,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     async def _commit(self) -> None:
         try:
             # 1/0 stops the trip before COMMIT when this is not the transaction that we began.
-            riding = "" if self._riding is None else f"SELECT 1 / ({inlined(self._riding)}); "
-            tag = await self._send(f"SELECT 1 / ({self._token_stands()})::int; {riding}{self._ending()}")
+            tag = await self._send(f"SELECT 1 / ({self._token_stands()})::int; {self._riding}{self._ending()}")
         except Exception as error:
             state = getattr(error, "sqlstate", None)
             if state == _DIVISION_BY_ZERO:

@@ -25,7 +25,10 @@ CREATE TABLE onceward_lanes (
 ) WITH (fillfactor = 50);
 -- A claim changes nothing that is indexed, and there is room for it in the same page: it costs no index anything.
 -- Sleeping lanes are not in it; those that are due later are at its end. So their number costs a worker nothing.
-CREATE INDEX onceward_lanes_due ON onceward_lanes (consumer, run_at) WHERE run_at IS NOT NULL;
+-- Those of one list have the same time. As one entry for all of them, which deduplication makes, it would have to be read
+-- until the last of them has ended.
+CREATE INDEX onceward_lanes_due ON onceward_lanes (consumer, run_at) WITH (deduplicate_items = off)
+    WHERE run_at IS NOT NULL;
 CREATE INDEX onceward_lanes_asleep ON onceward_lanes (consumer) WHERE run_at IS NULL;
 
 -- One row per message that is not settled.
