@@ -188,7 +188,6 @@ LANES = sa.Table(
     sa.Column("claims", sa.Integer, nullable=False, server_default="0"),
     _id("blocker", nullable=True),
     sa.CheckConstraint("state IN ('ready', 'running', 'retrying', 'later', 'waiting', 'blocked')"),
-    postgresql_with={"fillfactor": 50},
 )
 PENDING = sa.Table(
     "onceward_pending",
