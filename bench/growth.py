@@ -39,7 +39,7 @@ class Cost(msgspec.Struct, frozen=True):
     looks: float
     """Into indexes."""
     rows: float
-    """Read or written."""
+    """Read or written; of an index all that were looked at, also those that are gone."""
     buffers: float
     trips: float
     ms: float
@@ -53,7 +53,8 @@ class Cost(msgspec.Struct, frozen=True):
 
 TOUCHED = """
 SELECT coalesce(sum(idx_scan), 0),
-       coalesce(sum(seq_tup_read + coalesce(idx_tup_fetch, 0) + n_tup_ins + n_tup_upd + n_tup_del), 0),
+       coalesce(sum(seq_tup_read + n_tup_ins + n_tup_upd + n_tup_del), 0)
+           + coalesce((SELECT sum(idx_tup_read) FROM pg_stat_user_indexes WHERE relname LIKE 'onceward%'), 0),
        coalesce((SELECT sum(heap_blks_hit + heap_blks_read + coalesce(idx_blks_hit + idx_blks_read, 0)
                             + coalesce(toast_blks_hit + toast_blks_read, 0)
                             + coalesce(tidx_blks_hit + tidx_blks_read, 0))
