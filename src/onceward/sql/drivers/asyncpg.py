@@ -13,7 +13,8 @@ import msgspec
 
 from onceward.errors import StoreUnavailable, UsageError
 from onceward.shield import finish_here
-from onceward.sql.drivers.asyncpg_guard import GuardedConnection, acquire, put_on, release, riding, take_off
+from onceward.sql.drivers.asyncpg_guard import GuardedConnection
+from onceward.sql.drivers.asyncpg_pool import Shelf, acquire, put_on, release, riding, take_off
 from onceward.sql.drivers.listening import Ring, listening
 from onceward.sql.drivers.pool_watch import PoolWatch
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
@@ -94,6 +95,8 @@ def _can_listen(pool: asyncpg.Pool | None, options: dict[str, Any]) -> bool:
 
 
 class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
+    _shelf: Shelf | None = None
+
     def __init__(
         self,
         *,
@@ -109,7 +112,11 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
         self._options = pool_options
         # What `setup` sets must hold for all transactions of a session, so nothing may be reset between them.
         self._rides = pool is None and pool_options.keys().isdisjoint({"reset", "setup"})
-        super().__init__(pool, schema, PoolWatch(second_connection, put_on, take_off, acquire, release))
+        watch = PoolWatch(second_connection, put_on, take_off, acquire, release)
+        super().__init__(pool, schema, watch)
+        if self._rides and second_connection != "allow":  # then others who take one are not noticed
+            self._shelf = Shelf()
+            watch.acquire, watch.others = self._shelf.acquire, self._shelf.let_others
         self.features = msgspec.structs.replace(self.features, listens=_can_listen(pool, pool_options))
 
     async def _create_pool(self) -> asyncpg.Pool:
@@ -122,10 +129,18 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
             raise StoreUnavailable(f"cannot connect to PostgreSQL: {error or type(error).__name__}") from error
 
     async def _close_pool(self, pool: asyncpg.Pool) -> None:
+        if self._shelf is not None:
+            self._shelf.end_round()
         try:
             await asyncio.wait_for(pool.close(), 10.0)
         except TimeoutError:
             pool.terminate()
+
+    def at_hand(self) -> Any:
+        return None if self._shelf is None else self._shelf.take()
+
+    def keeps(self, connection: Any) -> bool:
+        return self._shelf is not None and self._shelf.put(connection)
 
     def listening(self, channel: str, ring: Ring) -> AbstractAsyncContextManager[None]:
         return listening(self._listen, channel, ring)
