@@ -86,7 +86,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             message.occurred_at,
             message.stream,
             message.position,
-            milliseconds(self.retention),
+            None if self.retention is None else milliseconds(self.retention),
         )
 
     def whole(self, duration_ms: float | None = None) -> Record:
