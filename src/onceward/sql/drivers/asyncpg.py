@@ -61,12 +61,17 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     async def _run(self, statement: Statement) -> Result:
         sql, names = numbered(statement.sql)
         params = [statement.params[name] for name in names]
-        if self._rides and not self._lent:  # what we say ourselves leaves nothing to reset
-            self._connection.is_reset = True
+        connection, alone = self._connection, self._rides and not self._lent
+        if alone:
+            connection.is_reset = False  # a statement that does not come back may still be cancelled by the driver
         if gives_rows(sql):
-            rows = await self._connection.fetch(sql, *params)
-            return Result(rows, len(rows))
-        return Result((), count(await self._connection.execute(sql, *params)))
+            rows = await connection.fetch(sql, *params)
+            result = Result(rows, len(rows))
+        else:
+            result = Result((), count(await connection.execute(sql, *params)))
+        if alone:
+            connection.is_reset = True  # what we say ourselves leaves nothing to reset
+        return result
 
     def _terminate(self) -> None:
         self._connection.terminate()
