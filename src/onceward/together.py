@@ -238,8 +238,8 @@ class Segment:
                 if not ((all_new and slot.is_free) or await self._admits(slot)):
                     continue
                 work = slot.work
-                run = Current(work.identity, work.handler.shape.name, _number(slot), work.redelivered, work.origin)
-                before = enter(run)
+                number = 1 if slot.before is None else slot.before.attempts + 1
+                before = enter(Current(work.identity, work.handler.shape.name, number, work.redelivered, work.origin))
                 token = token or before
                 self._ran.append(slot)
                 began = perf_counter()
@@ -445,10 +445,6 @@ def _judge(slot: Slot, found: Found | None) -> Decision | None:
     except PayloadMismatch as error:
         slot.outcome = Outcome(Kind.FAILED, error=error)
     return decision
-
-
-def _number(slot: Slot) -> int:
-    return 1 if slot.before is None else slot.before.attempts + 1
 
 
 def _place(work: Work) -> tuple[str, str | None, int | None]:

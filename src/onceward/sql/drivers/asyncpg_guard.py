@@ -75,12 +75,11 @@ class GuardedConnection(Guard):
         return getattr(self._connection, name)
 
     async def _guarded(self, verb: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            self.enter()
-        except BaseException:
+        if self._over or self._ended:
             verb.close()
-            raise
+            self.check()
+        self.running += 1
         try:
             return await verb
         finally:
-            self.leave(stands=self._connection.is_closed() or self._connection.is_in_transaction())
+            self.leave(stands=self._connection.is_in_transaction() or self._connection.is_closed())
