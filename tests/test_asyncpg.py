@@ -72,6 +72,94 @@ async def test_a_connection_that_the_user_took_is_reset(postgres_lab: PostgresLa
     assert await postgres_lab.query("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = 77") == []
 
 
+class TestTheShelf:
+    """A connection that was just used is kept for the next unit, for a moment."""
+
+    @pytest.fixture(autouse=True)
+    def moment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("onceward.sql.drivers.asyncpg_pool.ROUND", 60.0)
+
+    @staticmethod
+    async def used(lab: PostgresLab) -> tuple[Inbox[Any], asyncpg.Pool]:
+        """An inbox whose only connection has just been used."""
+        store = AsyncpgStore(lab.url, min_size=1, max_size=1)
+        inbox = await lab.inbox(store=store)
+        assert (await inbox.process(lab.message("first"), Recorder(lab))).processed
+        assert store.pool.get_idle_size() == 0, "it is on the shelf"
+        return inbox, store.pool
+
+    async def test_after_a_moment_the_pool_has_it_back(
+        self, postgres_lab: PostgresLab, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("onceward.sql.drivers.asyncpg_pool.ROUND", 1.0)
+        _, pool = await self.used(postgres_lab)
+        await asyncio.sleep(1.5)
+        assert pool.get_idle_size() == 1
+
+    async def test_nobody_else_waits_for_it(self, postgres_lab: PostgresLab) -> None:
+        _, pool = await self.used(postgres_lab)
+        began = time.perf_counter()
+        assert await pool.fetchval("SELECT 1") == 1
+        assert time.perf_counter() - began < 30
+
+    async def test_under_load_others_get_their_turn(self, postgres_lab: PostgresLab) -> None:
+        inbox, pool = await self.used(postgres_lab)
+
+        async def keep_busy() -> None:
+            while True:
+                await inbox.process(postgres_lab.message(uuid4().hex), Recorder(postgres_lab))
+
+        load = asyncio.gather(*(keep_busy() for _ in range(2)))
+        await asyncio.sleep(0.05)
+        for _ in range(3):
+            assert await asyncio.wait_for(pool.fetchval("SELECT 1"), 20) == 1
+        load.cancel()
+        await asyncio.gather(load, return_exceptions=True)
+
+    async def test_one_that_was_lost_there_is_replaced(self, postgres_lab: PostgresLab) -> None:
+        inbox, _ = await self.used(postgres_lab)
+        await postgres_lab.query(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+        await asyncio.sleep(0.02)
+        assert (await inbox.process(postgres_lab.message("second"), Recorder(postgres_lab))).processed
+
+    async def test_what_a_handler_kept_of_it_is_dead(self, postgres_lab: PostgresLab) -> None:
+        kept = []
+
+        async def keep(_message: Message[Any], tx: asyncpg.Connection) -> None:
+            kept.append(await tx.prepare("SELECT 1"))
+
+        inbox, pool = await self.used(postgres_lab)
+        assert (await inbox.process(postgres_lab.message("second"), keep)).processed
+        assert pool.get_idle_size() == 0, "it is on the shelf"
+        with pytest.raises(asyncpg.InterfaceError, match="released"):
+            await kept[0].fetchval()
+
+    async def test_what_a_handler_left_in_the_driver_goes_with_the_pool(self, postgres_lab: PostgresLab) -> None:
+        heard: list[Any] = []
+
+        async def listen(_message: Message[Any], tx: asyncpg.Connection) -> None:
+            await tx.add_listener("bells", lambda *said: heard.append(said))
+
+        inbox, pool = await self.used(postgres_lab)
+        with pytest.warns(asyncpg.InterfaceWarning, match="listener"):
+            assert (await inbox.process(postgres_lab.message("second"), listen)).processed
+        assert pool.get_idle_size() == 1, "it went through the pool, which forgets them"
+        assert (await inbox.process(postgres_lab.message("third"), Recorder(postgres_lab))).processed
+        await postgres_lab.query("SELECT pg_notify('bells', 'ding')")
+        assert await pool.fetchval("SELECT 1") == 1
+        assert heard == []
+
+    async def test_an_inbox_that_is_closed_leaves_nothing_there(self, postgres_lab: PostgresLab) -> None:
+        inbox, pool = await self.used(postgres_lab)
+        began = time.perf_counter()
+        await inbox.close()
+        assert time.perf_counter() - began < 5, "it did not wait for a connection that nobody uses"
+        assert pool.get_size() == 0
+
+
 async def test_what_setup_sets_holds_in_every_transaction(postgres_lab: PostgresLab) -> None:
     async def setup(connection: asyncpg.Connection) -> None:
         await connection.execute("SET app.region = 'north'")

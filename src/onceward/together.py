@@ -238,8 +238,8 @@ class Segment:
                 if not ((all_new and slot.is_free) or await self._admits(slot)):
                     continue
                 work = slot.work
-                run = Current(work.identity, work.handler.shape.name, _number(slot), work.redelivered, work.origin)
-                before = enter(run)
+                number = 1 if slot.before is None else slot.before.attempts + 1
+                before = enter(Current(work.identity, work.handler.shape.name, number, work.redelivered, work.origin))
                 token = token or before
                 self._ran.append(slot)
                 began = perf_counter()
@@ -268,7 +268,7 @@ class Segment:
 
     async def _run_bulk(self, bulk: BulkHandler) -> None:
         tx, began = self._unit.tx, perf_counter()
-        all_new = len(self._new) == len(self._slots)
+        all_new, as_it_is = len(self._new) == len(self._slots), bulk.shape.payload is None
         messages, wrong = [], []
         for slot in self._slots:
             if not ((all_new and slot.is_free) or await self._admits(slot)):
@@ -277,7 +277,7 @@ class Segment:
             self._ran.append(slot)
             try:
                 if work.seen_before is None or not await _seen_before(slot, tx):
-                    messages.append(work.message if bulk.shape.payload is None else work.handler.decoded(work.message))
+                    messages.append(work.message if as_it_is else work.handler.decoded(work.message))
             except Exception:  # noqa: BLE001 - it does not decode; alone it is told what is wrong
                 wrong.append(slot)
         if wrong:
@@ -319,10 +319,11 @@ class Segment:
 
     def _settle(self, slots: Iterable[Slot]) -> None:
         """They are committed."""
+        processed, duplicate = Kind.PROCESSED, Kind.DUPLICATE
         for slot in slots:
-            before, payload_hash = slot.before, slot.work.payload_hash
-            slot.done = Done(payload_hash, slot.encoded)
-            kind = Kind.DUPLICATE if slot.seen_before else Kind.PROCESSED
+            before = slot.before
+            slot.done = Done(slot.work.payload_hash, slot.encoded)
+            kind = duplicate if slot.seen_before else processed
             mismatch, number = False, 1
             if before is not None:
                 mismatch, number = is_mismatch(slot.work, before.payload_hash), before.attempts + 1
@@ -444,10 +445,6 @@ def _judge(slot: Slot, found: Found | None) -> Decision | None:
     except PayloadMismatch as error:
         slot.outcome = Outcome(Kind.FAILED, error=error)
     return decision
-
-
-def _number(slot: Slot) -> int:
-    return 1 if slot.before is None else slot.before.attempts + 1
 
 
 def _place(work: Work) -> tuple[str, str | None, int | None]:

@@ -19,7 +19,7 @@ from onceward.retry import RetryPolicy
 from onceward.store import ClaimLine
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One delivery, with everything that is known about how to work on it."""
 
     message: Message[Any]
@@ -86,7 +86,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             message.occurred_at,
             message.stream,
             message.position,
-            milliseconds(self.retention),
+            None if self.retention is None else milliseconds(self.retention),
         )
 
     def whole(self, duration_ms: float | None = None) -> Record:

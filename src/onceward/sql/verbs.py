@@ -84,7 +84,8 @@ def unmet(dialect: Dialect, of: Identity, depends_on: Sequence[Position]) -> Pla
 
 
 def complete(dialect: Dialect, record: Record) -> Plan[None]:
-    completed = yield dialect("complete", _params(dialect, record))
+    said = {"result": _json(record.result), "extra": _json(record.extra), "duration_ms": record.duration_ms}
+    completed = yield dialect("complete", _identity(dialect, record.identity) | said)
     if completed.changed != 1:
         raise HandlerEndedTransaction("the claim is gone: the handler removed it, or changed where tables are found")
 

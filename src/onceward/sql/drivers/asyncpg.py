@@ -13,7 +13,8 @@ import msgspec
 
 from onceward.errors import StoreUnavailable, UsageError
 from onceward.shield import finish_here
-from onceward.sql.drivers.asyncpg_guard import GuardedConnection, acquire, put_on, release, riding, take_off
+from onceward.sql.drivers.asyncpg_guard import GuardedConnection
+from onceward.sql.drivers.asyncpg_pool import Shelf, acquire, put_on, release, riding, take_off
 from onceward.sql.drivers.listening import Ring, listening
 from onceward.sql.drivers.pool_watch import PoolWatch
 from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
@@ -62,12 +63,17 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
     async def _run(self, statement: Statement) -> Result:
         sql, names = numbered(statement.sql)
         params = [statement.params[name] for name in names]
-        if self._rides and not self._lent:  # what we say ourselves leaves nothing to reset
-            self._connection.is_reset = True
+        connection, alone = self._connection, self._rides and not self._lent
+        if alone:
+            connection.is_reset = False  # a statement that does not come back may still be cancelled by the driver
         if gives_rows(sql):
-            rows = await self._connection.fetch(sql, *params)
-            return Result(rows, len(rows))
-        return Result((), count(await self._connection.execute(sql, *params)))
+            rows = await connection.fetch(sql, *params)
+            result = Result(rows, len(rows))
+        else:
+            result = Result((), count(await connection.execute(sql, *params)))
+        if alone:
+            connection.is_reset = True  # what we say ourselves leaves nothing to reset
+        return result
 
     def _terminate(self) -> None:
         self._connection.terminate()
@@ -96,6 +102,8 @@ def _can_listen(pool: asyncpg.Pool | None, options: dict[str, Any]) -> bool:
 
 
 class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
+    _shelf: Shelf | None = None
+
     def __init__(
         self,
         *,
@@ -111,7 +119,11 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
         self._options = pool_options
         # What `setup` sets must hold for all transactions of a session, so nothing may be reset between them.
         self._rides = pool is None and pool_options.keys().isdisjoint({"reset", "setup"})
-        super().__init__(pool, schema, PoolWatch(second_connection, put_on, take_off, acquire, release))
+        watch = PoolWatch(second_connection, put_on, take_off, acquire, release)
+        super().__init__(pool, schema, watch)
+        if self._rides and second_connection != "allow":  # then others who take one are not noticed
+            self._shelf = Shelf()
+            watch.acquire, watch.others = self._shelf.acquire, self._shelf.let_others
         self.features = msgspec.structs.replace(self.features, listens=_can_listen(pool, pool_options))
 
     async def _create_pool(self) -> asyncpg.Pool:
@@ -124,10 +136,18 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection"]):
             raise StoreUnavailable(f"cannot connect to PostgreSQL: {error or type(error).__name__}") from error
 
     async def _close_pool(self, pool: asyncpg.Pool) -> None:
+        if self._shelf is not None:
+            self._shelf.end_round()
         try:
             await asyncio.wait_for(pool.close(), 10.0)
         except TimeoutError:
             pool.terminate()
+
+    def at_hand(self) -> Any:
+        return None if self._shelf is None else self._shelf.take()
+
+    def keeps(self, connection: Any) -> bool:
+        return self._shelf is not None and self._shelf.put(connection)
 
     def listening(self, channel: str, ring: Ring) -> AbstractAsyncContextManager[None]:
         return listening(self._listen, channel, ring)

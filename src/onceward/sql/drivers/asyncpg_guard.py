@@ -1,23 +1,17 @@
-"""The handle that stands between a handler and asyncpg, and what the pool is asked to do."""
+"""The handle that stands between a handler and asyncpg."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
-from functools import cache
 from typing import Any
 
 import asyncpg
 
 from onceward.errors import HandlerEndedTransaction, UsageError
-from onceward.shield import finish_here, within
-from onceward.sql.drivers.pool_watch import noticed
 from onceward.sql.drivers.postgresql import Guard
 
 _ENDS_CONNECTION = {"close", "terminate", "reset"}
-
-RESET_WITHIN = 5.0
-"""Seconds that a pool may take to reset a connection. One that does not answer is closed."""
 
 
 class GuardedConnection(Guard):
@@ -81,72 +75,11 @@ class GuardedConnection(Guard):
         return getattr(self._connection, name)
 
     async def _guarded(self, verb: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            self.enter()
-        except BaseException:
+        if self._over or self._ended:
             verb.close()
-            raise
+            self.check()
+        self.running += 1
         try:
             return await verb
         finally:
-            self.leave(stands=self._connection.is_closed() or self._connection.is_in_transaction())
-
-
-class _WatchedPool:
-    __slots__ = ()
-
-    def acquire(self, *, timeout: float | None = None) -> Any:
-        return super().acquire(timeout=noticed(self, timeout))  # type: ignore[misc]
-
-
-@cache
-def _watched(pool_class: Any) -> Any:
-    return type(f"Watched{pool_class.__name__}", (_WatchedPool, pool_class), {"__slots__": ()})
-
-
-def put_on(pool: Any) -> None:
-    """asyncpg's pool has slots, so it gets another class instead of another method."""
-    pool.__class__ = _watched(pool.__class__)
-
-
-def take_off(pool: Any) -> None:
-    pool.__class__ = type(pool).__mro__[2]
-
-
-def acquire(pool: Any, wait: float) -> Awaitable[Any]:
-    unwatched: Any = super(_WatchedPool, pool) if isinstance(pool, _WatchedPool) else pool
-    return within(wait, unwatched.acquire())
-
-
-@cache
-def riding(connection_class: Any) -> Any:
-    """A pool resets a connection that comes back, with a trip of its own. In a pool of ours it rides with COMMIT."""
-
-    class Riding(connection_class):  # type: ignore[misc]
-        is_reset = False
-        """The last thing that was said to it was a COMMIT with the reset behind it."""
-
-        async def reset(self, *, timeout: float | None = None) -> None:
-            """The pool says this. What a handler has left in the driver itself is not gone with COMMIT."""
-            if not self.is_reset or self._listeners or self._log_listeners or self.is_in_transaction():
-                await super().reset(timeout=timeout)
-
-    return Riding
-
-
-async def release(pool: Any, proxy: Any) -> None:
-    connection = proxy._con  # noqa: SLF001
-    is_reset = getattr(connection, "is_reset", False)
-    try:
-        if is_reset:
-            # Nothing is left to be sent, so it needs neither the task of pool.release() nor a limit of time.
-            connection._on_release()  # noqa: SLF001
-            await finish_here(proxy._holder.release(None))  # noqa: SLF001
-        else:
-            await finish_here(pool.release(proxy, timeout=RESET_WITHIN))  # it is set in a task of its own
-    except Exception:  # noqa: BLE001 - a connection that died on its way back says nothing about the message
-        with suppress(Exception):
-            proxy.terminate()
-    finally:
-        if is_reset:
-            connection.is_reset = False  # whoever has it next may be the user
+            self.leave(stands=self._connection.is_in_transaction() or self._connection.is_closed())

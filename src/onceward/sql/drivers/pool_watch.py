@@ -38,8 +38,10 @@ _watches: dict[int, PoolWatch] = {}
 
 def noticed(pool: Any, timeout: float | None) -> float | None:
     """Called by a watched pool on every acquire. Gives the timeout to use: inside a handler there always is one."""
-    held = _active()
-    return timeout if held is None or held.pool is not pool else _watches[id(pool)].noticed(timeout)
+    watch, held = _watches[id(pool)], _active()
+    if watch.others is not None:
+        watch.others()
+    return timeout if held is None or held.pool is not pool else watch.noticed(timeout)
 
 
 @contextmanager
@@ -88,6 +90,9 @@ class PoolWatch:
 
     joins = False
     """What is acquired has a connection of SQLAlchemy's, which sessions can join."""
+
+    others: Callable[[], None] | None = None
+    """Called when somebody else than the inbox takes a connection."""
 
     def __init__(
         self,

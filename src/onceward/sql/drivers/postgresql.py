@@ -455,6 +455,14 @@ class PostgresDriver(ABC, Generic[Tx]):
     timeouts: tuple[type[Exception], ...] = (TimeoutError,)
     """What the pool raises when no connection is free in time."""
 
+    def at_hand(self) -> Any:
+        """A connection that need not be waited for, where there is one."""
+        return None
+
+    def keeps(self, _connection: Any) -> bool:
+        """Whether it is kept at hand for the next unit, and not given back yet."""
+        return False
+
     @abstractmethod
     async def _create_pool(self) -> Any:
         """StoreUnavailable when the server is not there."""
@@ -479,13 +487,16 @@ class Connected(Generic[Tx]):
     async def __aenter__(self) -> PostgresSession[Tx]:
         driver, watch = self._driver, self._driver.watch
         pool = self._pool = driver.pool
-        try:
-            # With 0 even a free connection comes too late.
-            connection = self._connection = await watch.acquire(pool, max(self._wait, 0.05))
-        except OncewardError:
-            raise
-        except Exception as error:
-            raise driver.not_connected(error, self._wait) from error
+        connection = driver.at_hand()
+        if connection is None:
+            try:
+                # With 0 even a free connection comes too late.
+                connection = await watch.acquire(pool, max(self._wait, 0.05))
+            except OncewardError:
+                raise
+            except Exception as error:
+                raise driver.not_connected(error, self._wait) from error
+        self._connection = connection
         self._held = hold(pool, connection.joinable if watch.joins else None)
         session = self._session = driver.session_on(connection)
         return session
@@ -495,7 +506,8 @@ class Connected(Generic[Tx]):
             await self._session.rollback()
         finally:
             unhold(self._held)
-            await self._driver.watch.release(self._pool, self._connection)
+            if not self._driver.keeps(self._connection):
+                await self._driver.watch.release(self._pool, self._connection)
 
 
 @lru_cache(maxsize=256)
