@@ -63,7 +63,7 @@ class Pace:
         if seconds > LONG or again:  # where some fail, little is done again
             self.size = max(1, self.size // 2)
         elif full and seconds < LONG / 4:
-            self.size = min(self._largest, self.size * 2)
+            self.size = min(self._largest, self.size * 4)
 
     def idle(self) -> None:
         self.size = min(self.SMALL, self._largest)

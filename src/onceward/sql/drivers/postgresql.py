@@ -43,6 +43,7 @@ _NO_TABLE = {"42P01", "3F000"}
 _READ_ONLY = "25006"
 _ABORTED = "25P02"
 _DIVISION_BY_ZERO = "22012"
+_NO_SAVEPOINT = {"3B001", "25P01"}
 _NO_STATEMENT = "26000"
 _STATEMENT_EXISTS = "42P05"
 _AWAY = ("08", "57P")  # connection exceptions; shutdown, crash, cannot connect now
@@ -158,7 +159,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     """A transaction of its own, said before the next BEGIN in the same trip."""
     opening: Sequence[Statement] = ()
     """What else is said in the trip of the next BEGIN; its rows are not wanted."""
-    _riding = ""
+    _riding = _released = ""
 
     idle_limit: float | None = None
     """Seconds that a transaction may be silent: then the server ends it, and whoever froze in it holds nobody up."""
@@ -171,7 +172,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         if self.idle_limit is not None:
             trip += f"; SET LOCAL idle_in_transaction_session_timeout = {await self._idle_limit(self.idle_limit)}"
         claiming, opening = self.claiming, self.opening
-        self.claiming, self.opening, self._riding = None, (), ""
+        self.claiming, self.opening, self._riding, self._released = None, (), "", ""
         if first is None:
             await self._said(trip, claiming, opening)
             return Result((), 0)
@@ -285,7 +286,8 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         A row that was locked before a savepoint and deleted `after` it has two owners, and PostgreSQL would read over
         it until VACUUM. So the savepoint ends first.
         """
-        self._riding = f"{'RELEASE onceward_turn; ' if after else ''}SELECT 1 / ({inlined(statement)}); "
+        self._released = "RELEASE onceward_turn; " if after else ""
+        self._riding = f"({inlined(statement)})"
 
     def _refuse_left_behind(self) -> NoReturn:
         self._abandon()
@@ -294,10 +296,11 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
     async def _commit(self) -> None:
         try:
             # 1/0 stops the trip before COMMIT when this is not the transaction that we began.
-            tag = await self._send(f"SELECT 1 / ({self._token_stands()})::int; {self._riding}{self._ending()}")
+            stands = f"CASE WHEN {self._token_stands()} THEN {self._riding or 1} ELSE 0 END"
+            tag = await self._send(f"{self._released}SELECT 1 / {stands}; {self._ending()}")
         except Exception as error:
             state = getattr(error, "sqlstate", None)
-            if state == _DIVISION_BY_ZERO:
+            if state == _DIVISION_BY_ZERO or state in _NO_SAVEPOINT:
                 raise HandlerEndedTransaction from error
             if state == _ABORTED:
                 raise CommitNotApplied from error
