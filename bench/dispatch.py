@@ -56,7 +56,7 @@ async def loops(place: Yard, *, write: bool) -> AsyncGenerator[Stage, None]:
         assert isinstance(ours, OncewardQueue)
         assert hand is not None
         floors = ("by hand", "ascetic-ddd")
-        fast = 10_000 if not write else 4_000
+        fast, faster = (24_000, 40_000) if not write else (8_000, 32_000)
         variants = [
             running("by hand", hand, write=write, about=500),
             running("by hand, 100", hand, floors[:1], write=write, batch=BATCH, about=fast),
@@ -66,11 +66,11 @@ async def loops(place: Yard, *, write: bool) -> AsyncGenerator[Stage, None]:
             running("onceward, batch=1", ours, floors, write=write, batch=1, about=500),
             running("onceward", ours, (*floors, "by hand, 100"), write=write, about=fast),
             running("onceward, streams", ours, floors, write=write, make=of_streams, about=fast),
-            running("onceward, bulk", ours, (*floors, "by hand, 100"), write=write, about=10_000,
+            running("onceward, bulk", ours, (*floors, "by hand, 100"), write=write, about=faster,
                     runs=partial(ours.run_bulk, write=write)),
-            running("onceward, bulk, 4", ours, (*floors, "by hand, 100"), write=write, about=10_000,
+            running("onceward, bulk, 4", ours, (*floors, "by hand, 100"), write=write, about=faster,
                     runs=partial(ours.run_bulk, write=write, workers=4)),
-            running("onceward, bulk, 4, lanes", lanes, (*floors, "by hand, 100"), write=write, about=10_000,
+            running("onceward, bulk, 4, lanes", lanes, (*floors, "by hand, 100"), write=write, about=faster,
                     make=of_lanes, runs=partial(lanes.run_bulk, write=write, workers=4)),
         ]  # fmt: skip
         yield _stage(place, "run", 1, variants, write=write)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from copy import copy as _copy
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
@@ -170,7 +169,7 @@ def restored(  # noqa: PLR0917 - called for each message
 ) -> Message[Any]:
     """A message that a store has kept. It was checked when it was made; to check it again would take longer than all
     else that is done with it."""
-    message = _copy(_BLANK)
+    message: Message[Any] = _BLANK.__copy__()  # type: ignore[attr-defined] # without __post_init__
     force_setattr(message, "id", id)
     force_setattr(message, "type", type)
     force_setattr(message, "payload", payload)

@@ -156,21 +156,30 @@ def _closing(closing: TurnClosing, consumer: str, host: str) -> dict[str, Any]:
 
 
 def _columns(lines: Sequence[DoneLine]) -> dict[str, str | None]:
-    return {name: _array([getattr(line, field) for line in lines]) for name, field in _COLUMNS.items()}
+    """Arrays as PostgreSQL writes them."""
+    return {
+        "seqs": f"{{{','.join([str(line.seq) for line in lines])}}}",
+        "identities": f"{{{','.join([line.identity for line in lines])}}}",
+        "handlers": _array([line.handler for line in lines]),
+        "results": _array([line.result for line in lines]),
+        "durations": _array([line.duration_ms for line in lines]),
+        "keeps": _array([line.keep_ms for line in lines]),
+        "starts": _array([line.started for line in lines]),
+        "records": _array([line.record for line in lines]),
+        "rows": _array([line.row for line in lines]),
+    }
 
 
-_COLUMNS = {
-    "seqs": "seq", "identities": "identity", "handlers": "handler", "results": "result", "durations": "duration_ms",
-    "keeps": "keep_ms", "starts": "started", "records": "record", "rows": "row",
-}  # fmt: skip
-_NOTHING_DONE: dict[str, str | None] = dict.fromkeys(_COLUMNS)
 _QUOTED = str.maketrans({"\\": "\\\\", '"': '\\"'})
 
 
 def _array(values: Sequence[Any]) -> str | None:
-    """An array as PostgreSQL writes it; None where there is nothing in it."""
+    """None where there is nothing in it."""
     if not any(values):
         return None
+    first = values[0]
+    if type(first) is str and values.count(first) == len(values):  # all have the same handler
+        return f"{{{','.join([_item(first)] * len(values))}}}"
     return f"{{{','.join([_item(value) for value in values])}}}"
 
 
@@ -180,6 +189,9 @@ def _item(value: Any) -> str:
     if type(value) is not str:
         return str(value)
     return f'"{value}"' if "\\" not in value and '"' not in value else f'"{value.translate(_QUOTED)}"'
+
+
+_NOTHING_DONE: dict[str, str | None] = dict.fromkeys(_columns(()))
 
 
 def release(dialect: Dialect, owner: str, lanes: Sequence[bytes], delay: float) -> Plan[None]:
