@@ -19,7 +19,7 @@ from onceward.outcome import Kind, Outcome
 from onceward.record import Record, State
 from onceward.sql import plan, upkeep, verbs
 from onceward.sql.dialect import Dialect
-from onceward.sql.drivers import joined_postgresql, joined_sqlite, postgresql
+from onceward.sql.drivers import joined_postgresql, joined_sqlite
 from onceward.sql.drivers.asyncpg import AsyncpgSession
 from onceward.sql.drivers.joined import JoinedSession
 from onceward.sql.drivers.sqlite import SqliteSession
@@ -159,7 +159,7 @@ def commit_that_can_be_cancelled(patch: pytest.MonkeyPatch) -> None:
     async def directly(work: Any) -> Any:
         return await work
 
-    patch.setattr(postgresql, "finish", directly)
+    patch.setattr("onceward.sql.driver.finish", directly)
     patch.setattr("onceward.sql.drivers.asyncpg.finish_here", directly)
 
 

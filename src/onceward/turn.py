@@ -344,7 +344,10 @@ class Turn:
             raise error
         if not alone:
             raise Again from error
-        await unit.back_to_savepoint()
+        try:
+            await unit.back_to_savepoint()
+        except HandlerEndedTransaction as ended:
+            await self._bury_ended(slot, ended)
         slot.outcome = None
         if slot in self._slots:
             self._slots.remove(slot)
@@ -424,7 +427,10 @@ class Turn:
             await self._bury_ended(None, error, ran=part)
         if unit.is_conflict(error):
             raise Conflict from error
-        await unit.back_to_savepoint()
+        try:
+            await unit.back_to_savepoint()
+        except HandlerEndedTransaction as ended:
+            await self._bury_ended(None, ended, ran=part)
 
     # --- the end --------------------------------------------------------------------------------------------
 

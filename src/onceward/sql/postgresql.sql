@@ -385,6 +385,16 @@ FROM onceward_claim(
 SELECT onceward_claim(
     :consumer::text, :owner::text, :most::int, :lease::float8, :since::timestamptz, :shares::bigint, :number::bigint)
 
+-- What was claimed for a turn that could not begin.
+-- name: queue_release_claimed
+UPDATE onceward_lanes
+SET owner = NULL, until = NULL, claims = greatest(0, claims - 1), state = 'ready', run_at = clock_timestamp()
+WHERE owner = :owner::text AND ctid = ANY (ARRAY (
+    SELECT unnest(nullif(current_setting('onceward.claimed', true), '')::tid[])
+    UNION ALL
+    SELECT s.ctid FROM onceward_lanes s
+    WHERE s.lane = ANY (nullif(current_setting('onceward.suspect', true), '')::uuid[])))
+
 -- name: queue_open_claimed
 SELECT onceward_open(:owner::text)
 

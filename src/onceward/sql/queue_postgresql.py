@@ -95,6 +95,10 @@ def take_claimed(
     return begun
 
 
+def release_claimed(dialect: Dialect, owner: str) -> Plan[None]:
+    yield dialect("queue_release_claimed", {"owner": owner})
+
+
 def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int, *, opened: bool) -> Plan[Taken]:
     if not opened:
         yield dialect("queue_open", _owned(owner, lanes))

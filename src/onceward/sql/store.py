@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
 from typing import Any, Generic, TypeVar
 
+from onceward.errors import HandlerEndedTransaction
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.queue import Begun, KeptLine, LaneClaim, Queued, QueueLine, Share, Taken, TurnClosing, Unmet
@@ -30,6 +31,7 @@ QUEUES: dict[str, Any] = {"postgresql": queue_postgresql, "sqlite": queue_sqlite
 PATIENCE = (1.0, 2.0, 4.0, 8.0, 16.0, None)
 """Seconds that a migration waits for a lock; at last, for as long as it takes."""
 LOCK_NOT_AVAILABLE = "55P03"
+NO_SAVEPOINT = ("3B001", "25P01")
 
 
 class SqlStore(Generic[Tx]):
@@ -393,9 +395,14 @@ class SqlUnit(Generic[Tx]):
         session.claiming = self._queue.claiming(self._dialect, consumer, owner, most=lanes, lease=lease, **known)
         session.opening = self._queue.opening(self._dialect, owner)
         session.idle_limit = idle_limit
-        begun: Begun = await self._opened(
-            self._queue.take_claimed(self._dialect, consumer, lanes=lanes, most=most, **known)
-        )
+        plan = self._queue.take_claimed(self._dialect, consumer, lanes=lanes, most=most, **known)
+        try:
+            begun: Begun = await self._opened(plan)
+        except Exception:
+            await self.rollback()
+            if not session.gone:  # or the claim is over in a moment
+                await self._at_once(self._queue.release_claimed(self._dialect, owner))
+            raise
         if not begun.lanes:
             await self.rollback()
         return begun
@@ -429,14 +436,22 @@ class SqlUnit(Generic[Tx]):
             return
         await self._session.flush()
         # Released first: a thousand savepoints, one in the other, are slow everywhere.
-        await self._session.script(("RELEASE onceward_turn;\n" if self._placed else "") + "SAVEPOINT onceward_turn;")
+        await self._at_savepoint(("RELEASE onceward_turn;\n" if self._placed else "") + "SAVEPOINT onceward_turn;")
         self._placed = True
+
+    async def _at_savepoint(self, sql: str) -> None:
+        try:
+            await self._session.script(sql)
+        except Exception as error:
+            if getattr(error, "sqlstate", None) in NO_SAVEPOINT:
+                raise HandlerEndedTransaction("a handler has ended the savepoint of its turn") from error
+            raise
 
     async def back_to_savepoint(self) -> None:
         await self._session.forget()
         if not self._session.stands:
             raise Ended
-        await self._session.script("ROLLBACK TO onceward_turn;")
+        await self._at_savepoint("ROLLBACK TO onceward_turn;")
 
     async def close_lanes(self, closing: TurnClosing, *, consumer: str, host: str) -> None:
         await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))

@@ -187,9 +187,7 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         prepared, riding = self._known.prepared, opening if claiming is None else [claiming, *opening]
         if prepared is None:
             return await self._say(_trip(begin, claiming, opening, inlined))
-        for statement in riding:
-            if statement.sql not in prepared and statement.params:
-                await self._prepare(statement, prepared)
+        await self._prepare_all(riding, prepared)
         try:
             return await self._send(_trip(begin, claiming, opening, executing))
         except Exception as error:  # noqa: BLE001 - told apart there
@@ -198,7 +196,13 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         # A handler said DISCARD ALL or DEALLOCATE ALL. Nothing was done yet.
         await self._say("ROLLBACK")
         prepared.clear()
-        return await self._said(begin, claiming, opening)
+        await self._prepare_all(riding, prepared)
+        return await self._say(_trip(begin, claiming, opening, executing))
+
+    async def _prepare_all(self, statements: Sequence[Statement], prepared: set[str]) -> None:
+        for statement in statements:
+            if statement.sql not in prepared and statement.params:
+                await self._prepare(statement, prepared)
 
     async def _idle_limit(self, seconds: float) -> int:
         """In milliseconds; what is set for the role or the database stays, where it is stricter."""
@@ -315,7 +319,8 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.end_of_run()
-        if not self.gone and (self._in_transaction() or (guard is not None and guard.running)):
+        # A BEGIN that was cancelled on its way may have begun: what the driver heard last does not tell.
+        if not self.gone and (guard is not None or self._in_transaction()):
             await self.to_its_end(self._rollback(guard))
 
     async def _rollback(self, guard: Guard | None) -> None:

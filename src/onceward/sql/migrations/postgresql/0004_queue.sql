@@ -266,6 +266,7 @@ CREATE FUNCTION onceward_claim(
     SET enable_hashjoin = off
     SET enable_mergejoin = off
     SET plan_cache_mode = force_generic_plan
+    SET datestyle = 'ISO'
     SET jit = off
     AS $$
     #variable_conflict use_column
@@ -294,7 +295,7 @@ CREATE FUNCTION onceward_claim(
         PERFORM set_config('synchronous_commit', 'off', true),
                 set_config('onceward.claimed', coalesce(sound::text, '{}'), false),
                 set_config('onceward.suspect', coalesce(suspect::text, '{}'), false),
-                set_config('onceward.first_due', coalesce(first_due::text, ''), false);
+                set_config('onceward.first_due', coalesce(first_due::text, ''), false);   -- hence datestyle
     END $$;
 
 -- The first position in `depends_on` that is not processed, and the state of the record there.
@@ -371,6 +372,7 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
     SET enable_hashjoin = off
     SET enable_mergejoin = off
     SET plan_cache_mode = force_generic_plan
+    SET datestyle = 'ISO'
     SET jit = off
     AS $$
     #variable_conflict use_column
