@@ -32,8 +32,7 @@ claimed AS MATERIALIZED (
     UPDATE onceward_lanes l SET owner = :owner::text, state = 'running' FROM due WHERE l.lane = due.lane
     RETURNING l.lane, l.ctid AS place),
 turn AS MATERIALIZED (
-    SELECT set_config('onceward.turn', coalesce(array_agg(place)::text, '{}'), true),
-           set_config('onceward.named', 'true', true), array_agg(lane) AS lanes
+    SELECT set_config('onceward.turn', coalesce(array_agg(place)::text, '{}'), true), array_agg(lane) AS lanes
     FROM claimed)
 SELECT t.* FROM turn, LATERAL onceward_read(4, false, turn.lanes) t
 """

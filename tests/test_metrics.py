@@ -38,6 +38,7 @@ from onceward.events import Batch, Deferred, Ignored, Processed, SweepFailed, Sw
 from onceward.observe.prometheus import PrometheusMetrics
 from onceward.observe.series import BUCKETS, COUNTERS, MAX_REASONS
 from onceward.testing import Lab, PostgresLab, SqliteLab
+from onceward.testing.contract.base import Longest
 from onceward.testing.lab import Gate
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
@@ -187,7 +188,7 @@ async def test_another_payload_after_a_failure_is_a_mismatch_that_is_processed(
 
 
 async def test_a_delivery_that_comes_too_early_is_deferred_with_its_reason(inbox: Inbox[Any], meters: Meters) -> None:
-    policy = RetryPolicy(max_attempts=5, base=3600.0)
+    policy = Longest(max_attempts=5, base=3600.0)
     await deliver(inbox, PAID, fail, retry=policy)
     assert isinstance(await deliver(inbox, PAID, charge, retry=policy), TryLater)
     assert meters.value("deferred_total", reason="backoff") == 1

@@ -22,6 +22,7 @@ import pytest
 from onceward import Inbox, Kind, Message, RetryPolicy, State, TryLater, Verdict, keys, stream_of, tenants, verdict_of
 from onceward.errors import CommitUnknown, InvalidMessage, KeyMissing, StoreUnavailable, TenantMissing
 from onceward.testing import Lab, PostgresLab, Proxy, SqliteLab
+from onceward.testing.contract.base import LATER
 from onceward.testing.lab import Gate, Recorder
 from tests.services.postgres import free_port
 
@@ -128,7 +129,7 @@ async def test_a_failing_handler_is_not_acknowledged_and_its_message_is_not_lost
 async def test_the_retries_of_a_failing_handler_are_held_off(lab: Lab) -> None:
     """ "Let it retry with backoff": an eager broker cannot make it a hot loop."""
     handler, message = Recorder(lab, error=ValueError("no")), lab.message()
-    inbox = await lab.inbox(retry=RetryPolicy(base=600, cap=600))
+    inbox = await lab.inbox(retry=LATER)
     with pytest.raises(ValueError, match="no"):
         await inbox.process(message, handler)
     for _ in range(5):

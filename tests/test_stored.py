@@ -21,13 +21,13 @@ from onceward import (
     Kind,
     Message,
     NestedProcess,
-    RetryPolicy,
     State,
     UsageError,
     events,
 )
 from onceward.testing import AiosqliteLab, Lab, SqliteLab
-from onceward.testing.contract.queue.base import LATER, SOON, at, drain, record_of, until
+from onceward.testing.contract.base import LATER, SOON, Longest
+from onceward.testing.contract.queue.base import at, drain, record_of, until
 from onceward.testing.lab import Gate, Recorder
 
 
@@ -151,7 +151,7 @@ class Stored:
     @pytest.mark.parametrize("end", ["fails", "is told to stop"])
     async def test_the_mark_of_a_leased_handler_is_no_crash(self, lab: Lab, end: str) -> None:
         """Its last worker died, so it is marked before it starts."""
-        twice = RetryPolicy(max_attempts=2, base=600.0, cap=600.0)
+        twice = Longest(max_attempts=2, base=600.0, cap=600.0)
         inbox, started, during = await lab.inbox(retry=twice), asyncio.Event(), list[int]()
 
         @inbox.handler("order.paid", lease=30)

@@ -195,8 +195,11 @@ class Crew:
         """What is settled goes into the step; what is to be run with a lease comes back."""
         leased: Slot | None = None
         later: list[bytes] = []  # one lease at a time
+        turn_of = partial(
+            Turn, unit, owner, self._settings, given=options.given, bulk=options.bulk, limits=self.limits
+        )  # fmt: skip
         for lanes, number in self._groups(begun.lanes, most):
-            for turn, slots in await self._together(unit, owner, lanes, options, most=number, taken=begun.taken):
+            for turn, slots in await self._together(turn_of, lanes, number, begun.taken):
                 step.slots += slots
                 step.full = step.full or turn.full
                 step.again = step.again or turn.care is not Care.OPTIMISTIC
@@ -208,7 +211,7 @@ class Crew:
             if leased is not None:
                 later.append(lane)
                 continue
-            alone, slots = await self._alone(unit, owner, lane, options)
+            alone, slots = await self._alone(unit, owner, lane, turn_of)
             step.slots += slots
             leased = None if alone is None else alone.leased
         try:
@@ -229,38 +232,12 @@ class Crew:
         return [(lanes, max(1, most // len(lanes)))]
 
     async def _together(
-        self,
-        unit: QueueUnit[Any],
-        owner: str,
-        lanes: Sequence[bytes],
-        options: Options,
-        *,
-        most: int,
-        taken: Taken | None,
+        self, turn_of: Callable[..., Turn], lanes: Sequence[bytes], most: int, taken: Taken | None
     ) -> list[tuple[Turn, list[Slot]]]:
         """In one turn; where that cannot be, each lane has its own, with one message."""
         with suppress(Again):
-            return [await self._patiently(partial(self._turn, unit, owner, lanes, options, most=most), taken=taken)]
-        alone = partial(self._turn, unit, owner, options=options, most=1)
-        return [await self._patiently(partial(alone, [lane]), Care.ALONE) for lane in lanes]
-
-    def _turn(
-        self,
-        unit: QueueUnit[Any],
-        owner: str,
-        lanes: Sequence[bytes],
-        options: Options,
-        *,
-        most: int,
-        care: Care,
-        marked: bytes | None = None,
-        taken: Taken | None = None,
-    ) -> Turn:
-        return Turn(
-            unit, owner, lanes, self._settings,
-            most=most, given=options.given, bulk=options.bulk, limits=self.limits, care=care, marked=marked,
-            taken=taken,
-        )  # fmt: skip
+            return [await self._patiently(partial(turn_of, lanes=lanes, most=most), taken=taken)]
+        return [await self._patiently(partial(turn_of, lanes=[lane], most=1), Care.ALONE) for lane in lanes]
 
     async def _patiently(
         self, turn_of: Callable[..., Turn], care: Care = Care.OPTIMISTIC, taken: Taken | None = None
@@ -285,7 +262,7 @@ class Crew:
                 await asyncio.sleep(0.005 * random.random() * conflicts)  # noqa: S311 - jitter
 
     async def _alone(
-        self, unit: QueueUnit[Any], owner: str, lane: bytes, options: Options
+        self, unit: QueueUnit[Any], owner: str, lane: bytes, turn_of: Callable[..., Turn]
     ) -> tuple[Turn | None, list[Slot]]:
         """Its last worker died, or froze. If the first message was the reason, that is known the next time."""
         taken = await unit.take_lanes(owner, [lane], most=1)
@@ -298,9 +275,7 @@ class Crew:
             if head is not None and await finish(unit.mark_start(owner, lane, head)) is None:
                 settled = True
                 return None, []
-            turn, slots = await self._patiently(
-                partial(self._turn, unit, owner, [lane], options, most=1, marked=marked)
-            )
+            turn, slots = await self._patiently(partial(turn_of, lanes=[lane], most=1, marked=marked))
             ours = slots if turn.leased is None else [*slots, turn.leased]
             settled = any(slot.queued.identity == head for slot in ours)
             return turn, slots

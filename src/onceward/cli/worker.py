@@ -14,6 +14,7 @@ from inspect import isfunction, signature
 from typing import Any
 
 from onceward.cli.common import Commands, command
+from onceward.crew import LARGEST
 from onceward.errors import UsageError
 from onceward.inbox import Inbox
 
@@ -36,7 +37,11 @@ def add(commands: Commands) -> None:
     parser.add_argument("app", metavar="APP", help="module:name of the inbox, such as shop.main:inbox")
     parser.add_argument("--concurrency", metavar="N", type=int, default=1, help="workers in this process (default: 1)")
     parser.add_argument(
-        "--batch", metavar="N", type=int, default=500, help="messages per transaction, at most (default: 500)"
+        "--batch",
+        metavar="N",
+        type=int,
+        default=LARGEST,
+        help=f"messages per transaction, at most (default: {LARGEST})",
     )
     parser.add_argument("--share", metavar="K/N", type=_share, help="a fixed share of the lanes, such as 0/3")
     parser.add_argument("--grace", metavar="SECONDS", type=float, default=25.0, help="to end in (default: 25)")

@@ -26,8 +26,8 @@ class Dialect(msgspec.Struct, frozen=True):
 
     name: str
     statements: Mapping[str, str]
-    identity: Callable[[bytes], Any]
-    """16 bytes as the database's key type. It can spell any other bytes as well."""
+    digest: Callable[[bytes], Any]
+    """An identity, a lane or a hash as a parameter."""
     moment: Callable[[datetime], Any]
     """A point in time as a parameter."""
     schema: str | None = None

@@ -63,8 +63,8 @@ class Session(Protocol[Tx_co]):
         """The transaction goes back to a savepoint: so does the handle, which may be another one after this."""
 
 
-class HoldsNothing:
-    """Of a session whose handle sends everything at once."""
+class SessionDefaults:
+    """Of a session whose handle sends everything at once, and whose work may be a task of its own."""
 
     def to_its_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         return finish(work)

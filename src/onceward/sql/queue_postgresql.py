@@ -208,13 +208,13 @@ def extend(dialect: Dialect, owner: str, lanes: Sequence[bytes], lease: float) -
 
 
 def mark_start(dialect: Dialect, owner: str, lane: bytes, identity: Identity) -> Plan[Record | None]:
-    params = {"owner": owner, "lane": lane.hex(), "identity": dialect.identity(identity.digest)}
+    params = {"owner": owner, "lane": lane.hex(), "identity": dialect.digest(identity.digest)}
     result = yield dialect("queue_mark_start", params)
     return record_of(result.rows[0]) if result.rows else None
 
 
 def unmark_start(dialect: Dialect, identity: Identity) -> Plan[None]:
-    yield dialect("queue_unmark_start", {"identity": dialect.identity(identity.digest)})
+    yield dialect("queue_unmark_start", {"identity": dialect.digest(identity.digest)})
 
 
 def channel(dialect: Dialect, consumer: str) -> str:
@@ -238,13 +238,13 @@ def wake_overdue(dialect: Dialect, consumer: str) -> Plan[int]:
 
 
 def requeue(dialect: Dialect, identity: Identity, line: QueueLine) -> Plan[bool]:
-    params = {"identity": dialect.identity(identity.digest), "lines": _json([line])}
+    params = {"identity": dialect.digest(identity.digest), "lines": _json([line])}
     result = yield dialect("queue_requeue", params)
     return bool(result.rows[0]["done"])
 
 
 def drop(dialect: Dialect, identity: Identity, line: QueueLine) -> Plan[bool]:
-    result = yield dialect("queue_drop", {"identity": dialect.identity(identity.digest), "lane": line.lane})
+    result = yield dialect("queue_drop", {"identity": dialect.digest(identity.digest), "lane": line.lane})
     return bool(result.rows[0]["done"])
 
 

@@ -63,7 +63,7 @@ def accept(dialect: Dialect, lines: Sequence[QueueLine], consumer: str, host: st
 
 def _row(dialect: Dialect, line: QueueLine, seq: int, consumer: str, host: str) -> dict[str, Any]:
     row = msgspec.structs.asdict(line)
-    row["identity"] = dialect.identity(bytes.fromhex(line.identity))
+    row["identity"] = dialect.digest(bytes.fromhex(line.identity))
     row["consumer"], row["host"], row["seq"] = consumer, host, seq
     row["message_id"] = line.message_id or line.key
     row["occurred_at"] = _moment(dialect, line.occurred_at)
@@ -332,8 +332,8 @@ def _pend(dialect: Dialect, line: QueueLine, seq: int, due: Any) -> dict[str, An
     """In a track, what has no position comes last."""
     return {
         "seq": seq,
-        "identity": dialect.identity(bytes.fromhex(line.identity)),
-        "lane": dialect.identity(bytes.fromhex(line.lane)),
+        "identity": dialect.digest(bytes.fromhex(line.identity)),
+        "lane": dialect.digest(bytes.fromhex(line.lane)),
         "rank": line.rank,
         "track": line.track,
         "place": LAST if line.position is None and line.track is not None else line.position,
@@ -343,7 +343,7 @@ def _pend(dialect: Dialect, line: QueueLine, seq: int, due: Any) -> dict[str, An
 
 def _open(dialect: Dialect, lane: LaneLine, consumer: str) -> dict[str, Any]:
     return {
-        "lane": dialect.identity(bytes.fromhex(lane.lane)),
+        "lane": dialect.digest(bytes.fromhex(lane.lane)),
         "consumer": consumer,
         "tenant": lane.tenant,
         "name": lane.name,
@@ -357,7 +357,7 @@ def _position(dialect: Dialect, consumer: str, tenant: str, stream: str, positio
 
 
 def _line(dialect: Dialect, line: DoneLine | FailedLine) -> dict[str, Any]:
-    return msgspec.structs.asdict(line) | {"identity": dialect.identity(bytes.fromhex(line.identity))}
+    return msgspec.structs.asdict(line) | {"identity": dialect.digest(bytes.fromhex(line.identity))}
 
 
 def _moment(dialect: Dialect, moment: Any) -> Any:

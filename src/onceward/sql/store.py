@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import datetime
 from typing import Any, Generic, TypeVar
 
-from onceward.errors import HandlerEndedTransaction
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.queue import Begun, KeptLine, LaneClaim, Queued, QueueLine, Share, Taken, TurnClosing, Unmet
@@ -31,7 +30,6 @@ QUEUES: dict[str, Any] = {"postgresql": queue_postgresql, "sqlite": queue_sqlite
 PATIENCE = (1.0, 2.0, 4.0, 8.0, 16.0, None)
 """Seconds that a migration waits for a lock; at last, for as long as it takes."""
 LOCK_NOT_AVAILABLE = "55P03"
-NO_SAVEPOINT = ("3B001", "25P01")
 
 
 class SqlStore(Generic[Tx]):
@@ -400,7 +398,7 @@ class SqlUnit(Generic[Tx]):
             begun: Begun = await self._opened(plan)
         except Exception:
             await self.rollback()
-            if not session.gone:  # or the claim is over in a moment
+            with suppress(Exception):  # the claim is over in a moment; what went wrong first is what to tell
                 await self._at_once(self._queue.release_claimed(self._dialect, owner))
             raise
         if not begun.lanes:
@@ -436,22 +434,14 @@ class SqlUnit(Generic[Tx]):
             return
         await self._session.flush()
         # Released first: a thousand savepoints, one in the other, are slow everywhere.
-        await self._at_savepoint(("RELEASE onceward_turn;\n" if self._placed else "") + "SAVEPOINT onceward_turn;")
+        await self._session.script(("RELEASE onceward_turn;\n" if self._placed else "") + "SAVEPOINT onceward_turn;")
         self._placed = True
-
-    async def _at_savepoint(self, sql: str) -> None:
-        try:
-            await self._session.script(sql)
-        except Exception as error:
-            if getattr(error, "sqlstate", None) in NO_SAVEPOINT:
-                raise HandlerEndedTransaction("a handler has ended the savepoint of its turn") from error
-            raise
 
     async def back_to_savepoint(self) -> None:
         await self._session.forget()
         if not self._session.stands:
             raise Ended
-        await self._at_savepoint("ROLLBACK TO onceward_turn;")
+        await self._session.script("ROLLBACK TO onceward_turn;")
 
     async def close_lanes(self, closing: TurnClosing, *, consumer: str, host: str) -> None:
         await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))

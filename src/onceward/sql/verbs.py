@@ -25,23 +25,9 @@ def claim(dialect: Dialect, record: Record) -> Statement:
     more = (record.origin, record.occurred_at, record.retention, record.stream, record.position)
     if record.payload_hash is None or more != _NOTHING_MORE:
         return Statement(dialect.statements["claim"], _claim_params(dialect, record))
-    identity = record.identity
-    digest = identity.digest
-    params = {
-        "identity": dialect.identity(digest),
-        "lock": str(int.from_bytes(digest[:8], "big", signed=True)),
-        "consumer": identity.consumer,
-        "tenant": identity.tenant,
-        "scope": identity.scope,
-        "key": identity.key,
-        "message_id": record.message_id,
-        "type": record.type,
-        "source": record.source,
-        "topic": record.topic,
-        "payload_hash": dialect.identity(record.payload_hash),
-        "handler": record.handler,
-        "host": record.host,
-    }
+    params = _described(dialect, record)
+    params["lock"] = str(_lock(record.identity))
+    params["payload_hash"] = dialect.digest(record.payload_hash)
     return Statement(dialect.statements["claim_plain"], params)
 
 
@@ -61,7 +47,7 @@ def take(dialect: Dialect, found: Record, record: Record) -> Plan[bool]:
     taken = yield dialect("take", params)
     if taken.changed == 1 and found.state is State.DEAD and found.lane is not None:
         lane = digest(found.consumer, found.tenant, "lane", found.lane)
-        blocked = {"lane": dialect.identity(lane), "identity": dialect.identity(found.identity.digest)}
+        blocked = {"lane": dialect.digest(lane), "identity": dialect.digest(found.identity.digest)}
         yield dialect("queue_unblock", blocked)  # its lane goes on, if this stands
     return taken.changed == 1
 
@@ -154,7 +140,7 @@ def claim_many(dialect: Dialect, claims: Sequence[ClaimLine], consumer: str, hos
     for claim in claims:
         digest = bytes.fromhex(claim.identity)
         inserted = yield dialect("claim", msgspec.structs.asdict(claim) | of_all | {
-            "identity": dialect.identity(digest),
+            "identity": dialect.digest(digest),
             "message_id": claim.message_id or claim.key,
             "occurred_at": None if claim.occurred_at is None else dialect.moment(claim.occurred_at),
         })  # fmt: skip
@@ -286,11 +272,12 @@ def migrated(dialect: Dialect, migration: Migration) -> Plan[None]:
 
 
 def _identity(dialect: Dialect, identity: Identity) -> dict[str, Any]:
-    return {
-        "identity": dialect.identity(identity.digest),
-        # The advisory lock of the identity: 8 of its 16 bytes, as a signed bigint.
-        "lock": int.from_bytes(identity.digest[:8], "big", signed=True),
-    }
+    return {"identity": dialect.digest(identity.digest), "lock": _lock(identity)}
+
+
+def _lock(identity: Identity) -> int:
+    """The number of its advisory lock: 8 of its 16 bytes, as a signed bigint."""
+    return int.from_bytes(identity.digest[:8], "big", signed=True)
 
 
 def _was(found: Record) -> dict[str, Any]:
@@ -301,13 +288,11 @@ def _joined(states: tuple[State, ...]) -> str:
     return ",".join(state.value for state in states)
 
 
-def _claim_params(dialect: Dialect, record: Record) -> dict[str, Any]:
-    """What a claim writes: who and what it is, and nothing of its content."""
+def _described(dialect: Dialect, record: Record) -> dict[str, Any]:
+    """Who and what it is."""
     identity = record.identity
-    digest = identity.digest
     return {
-        "identity": dialect.identity(digest),
-        "lock": int.from_bytes(digest[:8], "big", signed=True),
+        "identity": dialect.digest(identity.digest),
         "consumer": identity.consumer,
         "tenant": identity.tenant,
         "scope": identity.scope,
@@ -316,10 +301,17 @@ def _claim_params(dialect: Dialect, record: Record) -> dict[str, Any]:
         "type": record.type,
         "source": record.source,
         "topic": record.topic,
-        "origin": record.origin,
-        "payload_hash": record.payload_hash,
         "handler": record.handler,
         "host": record.host,
+    }
+
+
+def _claim_params(dialect: Dialect, record: Record) -> dict[str, Any]:
+    """What a claim writes, and nothing of its content."""
+    return _described(dialect, record) | {
+        "lock": _lock(record.identity),
+        "origin": record.origin,
+        "payload_hash": record.payload_hash,
         "occurred_at": None if record.occurred_at is None else dialect.moment(record.occurred_at),
         "keep_ms": None if record.retention is None else milliseconds(record.retention),
         "stream": record.stream,

@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from onceward.errors import HandlerEndedTransaction, NestedProcess, StoreUnavailable, TryLater, UsageError
 from onceward.shield import LoopLock, finish
 from onceward.sql import dialect
-from onceward.sql.driver import HoldsNothing
+from onceward.sql.driver import SessionDefaults
 from onceward.sql.drivers.pool_watch import hold, unhold
 from onceward.sql.drivers.sqlalchemy import Borrowed, MakeSession, OrmTransaction, watch_for
 from onceward.sql.drivers.sqlite import raise_for, statements_of
@@ -30,7 +30,7 @@ from onceward.store import Features
 _writing: ContextVar[AsyncEngine | None] = ContextVar("onceward_aiosqlite_writing", default=None)
 
 
-class AiosqliteSession(HoldsNothing):
+class AiosqliteSession(SessionDefaults):
     """BEGIN IMMEDIATE on the connection, and a savepoint in it, by which we know our transaction again."""
 
     def __init__(self, raw: Any, path: str, *, wait: float, read_only: bool) -> None:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from onceward.errors import HandlerEndedTransaction, TransactionUnusable, UsageError
 from onceward.shield import finish
-from onceward.sql.driver import HoldsNothing
+from onceward.sql.driver import SessionDefaults
 from onceward.sql.plan import Result, Statement
 
 FAILED = "the transaction that you gave has failed: roll it back, and begin another one"
@@ -29,7 +29,7 @@ class SavepointGone(Exception):
     """Our savepoint is not there any more: the caller ended it, or the transaction around it."""
 
 
-class JoinedSession(HoldsNothing, ABC):
+class JoinedSession(SessionDefaults, ABC):
     """What every kind of handle does; the primitives are at the end."""
 
     lost = gone = False

@@ -31,7 +31,7 @@ from onceward.errors import (
 )
 from onceward.identity import digest
 from onceward.sql import dialect
-from onceward.sql.driver import HoldsNothing
+from onceward.sql.driver import SessionDefaults
 from onceward.sql.drivers.pool_watch import PoolWatch, hold, unhold
 from onceward.sql.plan import Result, Statement, gives_rows, inlined, literals, numbered
 from onceward.store import Features
@@ -132,7 +132,7 @@ class Known:
 _known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
 
 
-class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
+class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
     """One connection for a unit of work. Drivers fill in the primitives at the end."""
 
     _token = ""
@@ -168,20 +168,20 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
         token = self._token = f"{_TOKENS}{next(_numbers)}"
         self._guard = self._new_guard()
         known = self._known
+        claiming, opening = self.claiming, self.opening
+        self.claiming, self.opening, self._riding, self._released = None, (), "", ""  # whatever becomes of this trip
         trip = f"{known.begin}'{token}'"
         if self.idle_limit is not None:
             trip += f"; SET LOCAL idle_in_transaction_session_timeout = {await self._idle_limit(self.idle_limit)}"
-        claiming, opening = self.claiming, self.opening
-        self.claiming, self.opening, self._riding, self._released = None, (), "", ""
         if first is None:
-            await self._said(trip, claiming, opening)
+            await self._say_begin(trip, claiming, opening)
             return Result((), 0)
         if gives_rows(first.sql):
-            await self._said(trip, claiming, opening)
+            await self._say_begin(trip, claiming, opening)
             return await self.execute(first)
-        return Result((), count(await self._said(trip, claiming, [*opening, first])))
+        return Result((), count(await self._say_begin(trip, claiming, [*opening, first])))
 
-    async def _said(self, begin: str, claiming: Statement | None, opening: Sequence[Statement]) -> str:
+    async def _say_begin(self, begin: str, claiming: Statement | None, opening: Sequence[Statement]) -> str:
         """BEGIN and all that rides with it; the tag of the last. As EXECUTE of a prepared statement it costs the server
         half as much."""
         prepared, riding = self._known.prepared, opening if claiming is None else [claiming, *opening]
@@ -358,6 +358,8 @@ class PostgresSession(HoldsNothing, ABC, Generic[Tx]):
             return StoreReadOnly(f"PostgreSQL is read-only ({error}). Point the inbox at the primary.")
         if state == _ABORTED:
             return CommitNotApplied()
+        if state in _NO_SAVEPOINT:
+            return HandlerEndedTransaction("a handler has ended the savepoint of its turn")
         if lost or state.startswith(_AWAY) or isinstance(error, OSError):
             return StoreUnavailable(f"PostgreSQL is not available: {error or type(error).__name__}")
         return error

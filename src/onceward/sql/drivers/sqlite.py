@@ -21,7 +21,7 @@ from onceward.errors import (
 )
 from onceward.shield import finish
 from onceward.sql import dialect
-from onceward.sql.driver import HoldsNothing
+from onceward.sql.driver import SessionDefaults
 from onceward.sql.drivers.sqlite_line import was_closed
 from onceward.sql.drivers.sqlite_writer import Group, Turn, Writer, connect, primary_code, raise_translated
 from onceward.sql.plan import PARAMETER, Result, Statement, numbered
@@ -107,7 +107,7 @@ def _spelled(sql: str, nothing: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     return numbered(PARAMETER.sub(lambda found: "NULL" if found[1] in nothing else found[0], sql), "?")
 
 
-class SqliteSession(HoldsNothing):
+class SqliteSession(SessionDefaults):
     """A unit's transactions: each one a savepoint of the group that its turn is part of."""
 
     __slots__ = ("_ended", "_leans_on", "_turn", "_tx", "_wait", "_writer", "lost")
@@ -291,7 +291,7 @@ def raise_for(error: sqlite3.Error, path: str) -> NoReturn:
     raise_translated(error, path)
 
 
-class SqliteReadSession(HoldsNothing):
+class SqliteReadSession(SessionDefaults):
     """Reads what is committed, on a connection of its own: in WAL mode nothing makes it wait."""
 
     lost = gone = False

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from random import random
 from typing import Any
 
 import pytest
 
+from onceward.retry import RetryPolicy
 from onceward.store import Features
 from onceward.testing.lab import Lab
+
+
+class Longest(RetryPolicy, frozen=True):
+    """Every delay is the longest that it can be: once in some thousand times a random one is over at once."""
+
+    def delay(self, attempt: int, chance: Callable[[], float] = random) -> float:
+        return self.ceiling(attempt)
+
+
+SOON = RetryPolicy(max_attempts=3, base=0.0)
+LATER = Longest(max_attempts=3, base=600.0, cap=600.0)
 
 
 def needs(lab: Lab, feature: str) -> None:

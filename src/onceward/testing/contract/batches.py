@@ -38,11 +38,9 @@ from onceward.errors import (
     StoreUnavailable,
 )
 from onceward.outcome import Kind, Outcome
-from onceward.testing.contract.base import Listener, needs
+from onceward.testing.contract.base import LATER, Listener, needs
 from onceward.testing.lab import Gate, Lab, Recorder
 from onceward.testing.proxy import Proxy
-
-LATER = RetryPolicy(max_attempts=3, base=600.0, cap=600.0)
 
 
 class Order(msgspec.Struct):

@@ -13,11 +13,8 @@ import pytest
 from onceward import InvalidMessage, Message, Reject, RetryPolicy, State, TryLater, Verdict
 from onceward.errors import PayloadMismatch, StoreUnavailable
 from onceward.outcome import Kind, outcome_of, verdict_of
-from onceward.testing.contract.base import Listener
+from onceward.testing.contract.base import LATER, SOON, Listener
 from onceward.testing.lab import Gate, Lab, Recorder
-
-SOON = RetryPolicy(max_attempts=3, base=0.0)
-LATER = RetryPolicy(max_attempts=3, base=600.0, cap=600.0)
 
 
 class Order(msgspec.Struct):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from onceward import Kind, Message, RetryPolicy, State, TryLater
+from onceward import Kind, Message, State, TryLater
 from onceward.errors import (
     AlreadyProcessed,
     CommitNotApplied,
@@ -27,11 +27,11 @@ from onceward.errors import (
     TransactionUnusable,
 )
 from onceward.inbox import Inbox
-from onceward.testing.contract.base import Listener
+from onceward.testing.contract.base import Listener, Longest
 from onceward.testing.kinds import Caller, place
 from onceward.testing.lab import Gate, Lab, Recorder
 
-LATER = RetryPolicy(max_attempts=2, base=600.0, cap=600.0)
+LATER = Longest(max_attempts=2, base=600.0, cap=600.0)
 
 
 @contextlib.asynccontextmanager

@@ -237,11 +237,13 @@ class TransactionContract:
         needs(lab, "concurrent_units")
         await lab.query("CREATE TABLE accounts (id int PRIMARY KEY, balance int)")
         await lab.query("INSERT INTO accounts VALUES (1, 0), (2, 0)")
-        inbox, runs, both_hold_one = await lab.inbox(), [], asyncio.Barrier(2)
+        inbox, runs, both_hold_one, other_is_done = await lab.inbox(), [], asyncio.Barrier(2), asyncio.Event()
 
         def transfer(first: int, second: int) -> Any:
             async def handler(message: Message[Any], tx: Any) -> None:
                 runs.append(message.id)
+                if len(runs) > 2:
+                    await other_is_done.wait()  # or it might be quicker than the other wakes up, and in its way again
                 await lab.run(tx, "UPDATE accounts SET balance = balance + 1 WHERE id = $1", first)
                 if len(runs) <= 2:
                     await both_hold_one.wait()
@@ -249,9 +251,15 @@ class TransactionContract:
 
             return handler
 
+        async def process(message: Message[Any], handler: Any) -> Any:
+            try:
+                return await inbox.process(message, handler)
+            finally:
+                other_is_done.set()
+
         one, two = lab.message("one"), lab.message("two")
         outcomes = await asyncio.gather(
-            inbox.process(one, transfer(1, 2)), inbox.process(two, transfer(2, 1)), return_exceptions=True
+            process(one, transfer(1, 2)), process(two, transfer(2, 1)), return_exceptions=True
         )
         assert [getattr(outcome, "kind", outcome) for outcome in outcomes] == [Kind.PROCESSED] * 2
         assert len(runs) == 3, "the victim of the deadlock ran again"

@@ -334,20 +334,18 @@ CREATE FUNCTION onceward_open(by_owner text, claimed uuid[] DEFAULT NULL) RETURN
     DECLARE
         places tid[];
         held uuid[];
-        named boolean;
     BEGIN
         IF claimed IS NULL THEN
-            SELECT array_agg(place), array_agg(lane), bool_or(name IS NOT NULL) INTO places, held, named FROM (
-                SELECT ctid AS place, lane, name FROM onceward_lanes
+            SELECT array_agg(place), array_agg(lane) INTO places, held FROM (
+                SELECT ctid AS place, lane FROM onceward_lanes
                 WHERE ctid = ANY (current_setting('onceward.claimed')::tid[]) AND owner = by_owner
                 FOR NO KEY UPDATE) ours;
         ELSE
-            SELECT array_agg(place), array_agg(lane), bool_or(name IS NOT NULL) INTO places, held, named FROM (
-                SELECT ctid AS place, lane, name FROM onceward_lanes WHERE lane = ANY (claimed) AND owner = by_owner
+            SELECT array_agg(place), array_agg(lane) INTO places, held FROM (
+                SELECT ctid AS place, lane FROM onceward_lanes WHERE lane = ANY (claimed) AND owner = by_owner
                 ORDER BY lane FOR NO KEY UPDATE) ours;
         END IF;
-        PERFORM set_config('onceward.turn', coalesce(places::text, '{}'), true),
-                set_config('onceward.named', coalesce(named, false)::text, true);
+        PERFORM set_config('onceward.turn', coalesce(places::text, '{}'), true);
         RETURN held;
     END $$;
 
@@ -355,16 +353,14 @@ CREATE FUNCTION onceward_open(by_owner text, claimed uuid[] DEFAULT NULL) RETURN
 -- statement of its own, after onceward_open: in one statement the reading would be as of before the lock.
 --
 -- A row for each message, in the order in which they may run; one for a lane without messages; one for a lane that was
--- claimed for this turn and has to have its own (`claims`). Nested loops, and the other joins are off: so what comes out
--- is in the order of the lanes.
+-- claimed for this turn and has to have its own (`claims`).
 CREATE FUNCTION onceward_take(most integer, together boolean)
     RETURNS TABLE (
         lane_id bytea, claims integer, first_due timestamptz, xid bigint, now timestamptz,
         seq bigint, rank bigint, track text, due timestamptz, behind boolean, unmet text, record_place text,
-        row_place text, identity bytea, consumer text, tenant text, scope text, key text, message_id text, type text,
-        source text, topic text, origin text, attempts integer, started integer, payload text, body bytea,
-        headers text, received_at timestamptz, occurred_at timestamptz, stream text, "position" bigint,
-        depends_on text)
+        row_place text, identity bytea, consumer text, tenant text, scope text, key text, message_id text, type text, source text,
+        topic text, origin text, attempts integer, started integer, payload text, body bytea, headers text,
+        received_at timestamptz, occurred_at timestamptz, stream text, "position" bigint, depends_on text)
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
@@ -379,36 +375,64 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
     DECLARE
         turn tid[] := current_setting('onceward.turn');
         first timestamptz;
+        -- One entry for each message, in the order in which they may run; one for a lane without messages.
+        lanes uuid[];
+        places tid[];
+        behinds boolean[];
+        has_tracks boolean;
     BEGIN
         IF together THEN
             most := greatest(1, most / greatest(1, cardinality(turn)));
             first := nullif(current_setting('onceward.first_due'), '');
         END IF;
-        IF current_setting('onceward.named') = 'true' AND EXISTS (
-            SELECT FROM onceward_lanes l
-            CROSS JOIN LATERAL (SELECT FROM onceward_pending p WHERE p.lane = l.lane AND p.track IS NOT NULL LIMIT 1) p
-            WHERE l.ctid = ANY (turn))
-        THEN
-            RETURN QUERY SELECT * FROM onceward_take_tracks(turn, most, first);
-        ELSE
-            RETURN QUERY
-            SELECT
-            uuid_send(l.lane), 1, first, txid_current(), clock_timestamp(),
-            p.seq, p.rank, p.track, p.due, false,
+        SELECT array_agg(l.lane), array_agg(p.ctid), bool_or(p.track IS NOT NULL) INTO lanes, places, has_tracks
+        FROM onceward_lanes l
+        LEFT JOIN LATERAL (
+            SELECT p.ctid, p.track FROM onceward_pending p
+            WHERE p.lane = l.lane AND NOT p.aside
+            ORDER BY p.rank, p.seq LIMIT most) p ON true
+        WHERE l.ctid = ANY (turn);
+        IF has_tracks THEN
+            SELECT array_agg(lane), array_agg(at), array_agg(behind) INTO lanes, places, behinds
+            FROM (
+                SELECT l.lane, q.at, q.behind
+                FROM onceward_lanes l
+                LEFT JOIN LATERAL (
+                    -- The first messages; of a track its lowest positions, in the places of those that came first, up
+                    -- to one that is set aside. What is left of the track is behind that.
+                    SELECT h.place, CASE WHEN t.seq IS NULL THEN h.at ELSE t.ctid END AS at,
+                           lowest.aside IS NOT NULL AS behind
+                    FROM (
+                        SELECT first.*, row_number() OVER (ORDER BY first.rank, first.seq) AS place,
+                               row_number() OVER (PARTITION BY first.track ORDER BY first.rank, first.seq) AS nth
+                        FROM (SELECT p.*, p.ctid AS at FROM onceward_pending p
+                              WHERE p.lane = l.lane AND NOT p.aside
+                              ORDER BY p.rank, p.seq LIMIT most) first) h
+                    LEFT JOIN LATERAL (
+                        SELECT max(of_track.place) AS nth, min(of_track.place) FILTER (WHERE of_track.aside) AS aside
+                        FROM (SELECT ARRAY[coalesce(p."position", 9223372036854775807), p.seq] AS place, p.aside
+                              FROM onceward_pending p WHERE p.lane = l.lane AND p.track = h.track
+                              ORDER BY p."position", p.seq LIMIT h.nth) of_track) lowest ON h.track IS NOT NULL
+                    LEFT JOIN onceward_pending t ON t.seq = ANY (ARRAY[lowest.nth[2]]) AND lowest.aside IS NULL
+                    WHERE lowest.aside IS NULL
+                       OR lowest.aside < ARRAY[coalesce(h."position", 9223372036854775807), h.seq]) q ON true
+                WHERE l.ctid = ANY (turn)
+                ORDER BY l.lane, q.place) h;
+        END IF;
+        -- Nested loops, and the other joins are off: so what comes out is in the order of the arrays.
+        RETURN QUERY
+        SELECT
+            uuid_send(h.lane), 1, first, txid_current(), clock_timestamp(),
+            p.seq, p.rank, p.track, p.due, coalesce(h.behind, false),
             CASE WHEN r.depends_on IS NOT NULL
                  THEN (SELECT row_to_json(d)::text FROM onceward_unmet(r.consumer, r.tenant, r.depends_on) d) END,
             r.ctid::text, p.ctid::text,
             uuid_send(r.identity), r.consumer, r.tenant, r.scope, r.key, r.message_id, r.type, r.source, r.topic,
             r.origin, r.attempts, r.started, r.payload::text, r.body, r.headers::text, r.received_at, r.occurred_at,
             r.stream, r."position", r.depends_on::text
-            FROM onceward_lanes l
-            LEFT JOIN LATERAL (
-                SELECT p.*, p.ctid FROM onceward_pending p
-                WHERE p.lane = l.lane AND NOT p.aside
-                ORDER BY p.rank, p.seq LIMIT most) p ON true
-            LEFT JOIN onceward_records r ON r.identity = ANY (ARRAY[p.identity])
-            WHERE l.ctid = ANY (turn);
-        END IF;
+        FROM unnest(lanes, places, behinds) AS h(lane, place, behind)
+        LEFT JOIN onceward_pending p ON p.ctid = h.place
+        LEFT JOIN onceward_records r ON r.identity = ANY (ARRAY[p.identity]);
         IF together AND current_setting('onceward.suspect') <> '{}' THEN
             RETURN QUERY
             SELECT uuid_send(lane), 2, first, NULL::bigint, clock_timestamp(),
@@ -418,63 +442,6 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
                    NULL, NULL::bigint, NULL
             FROM unnest(current_setting('onceward.suspect')::uuid[]) AS suspect(lane);
         END IF;
-    END $$;
-
--- The same for lanes in which there are tracks: the first messages; of a track its lowest positions, in the places of
--- those that came first, up to one that is set aside. What is left of the track is behind that.
-CREATE FUNCTION onceward_take_tracks(turn tid[], most integer, first timestamptz)
-    RETURNS TABLE (
-        lane_id bytea, claims integer, first_due timestamptz, xid bigint, now timestamptz,
-        seq bigint, rank bigint, track text, due timestamptz, behind boolean, unmet text, record_place text,
-        row_place text, identity bytea, consumer text, tenant text, scope text, key text, message_id text, type text,
-        source text, topic text, origin text, attempts integer, started integer, payload text, body bytea,
-        headers text, received_at timestamptz, occurred_at timestamptz, stream text, "position" bigint,
-        depends_on text)
-    LANGUAGE plpgsql
-    SET search_path FROM CURRENT
-    SET enable_seqscan = off
-    SET enable_bitmapscan = off
-    SET enable_hashjoin = off
-    SET enable_mergejoin = off
-    SET plan_cache_mode = force_generic_plan
-    SET jit = off
-    AS $$
-    #variable_conflict use_column
-    BEGIN
-        RETURN QUERY
-        SELECT
-            uuid_send(h.lane), 1, first, txid_current(), clock_timestamp(),
-            p.seq, p.rank, p.track, p.due, h.behind,
-            CASE WHEN r.depends_on IS NOT NULL
-                 THEN (SELECT row_to_json(d)::text FROM onceward_unmet(r.consumer, r.tenant, r.depends_on) d) END,
-            r.ctid::text, p.ctid::text,
-            uuid_send(r.identity), r.consumer, r.tenant, r.scope, r.key, r.message_id, r.type, r.source, r.topic,
-            r.origin, r.attempts, r.started, r.payload::text, r.body, r.headers::text, r.received_at, r.occurred_at,
-            r.stream, r."position", r.depends_on::text
-        FROM (
-            SELECT l.lane, q.at, coalesce(q.behind, false) AS behind
-            FROM onceward_lanes l
-            LEFT JOIN LATERAL (
-                SELECT h.place, CASE WHEN t.seq IS NULL THEN h.at ELSE t.ctid END AS at,
-                       lowest.aside IS NOT NULL AS behind
-                FROM (
-                    SELECT first.*, row_number() OVER (ORDER BY first.rank, first.seq) AS place,
-                           row_number() OVER (PARTITION BY first.track ORDER BY first.rank, first.seq) AS nth
-                    FROM (SELECT p.*, p.ctid AS at FROM onceward_pending p
-                          WHERE p.lane = l.lane AND NOT p.aside
-                          ORDER BY p.rank, p.seq LIMIT most) first) h
-                LEFT JOIN LATERAL (
-                    SELECT max(of_track.place) AS nth, min(of_track.place) FILTER (WHERE of_track.aside) AS aside
-                    FROM (SELECT ARRAY[coalesce(p."position", 9223372036854775807), p.seq] AS place, p.aside
-                          FROM onceward_pending p WHERE p.lane = l.lane AND p.track = h.track
-                          ORDER BY p."position", p.seq LIMIT h.nth) of_track) lowest ON h.track IS NOT NULL
-                LEFT JOIN onceward_pending t ON t.seq = ANY (ARRAY[lowest.nth[2]]) AND lowest.aside IS NULL
-                WHERE lowest.aside IS NULL
-                   OR lowest.aside < ARRAY[coalesce(h."position", 9223372036854775807), h.seq]) q ON true
-            WHERE l.ctid = ANY (turn)
-            ORDER BY l.lane, q.place) h
-        LEFT JOIN onceward_pending p ON p.ctid = h.at
-        LEFT JOIN onceward_records r ON r.identity = ANY (ARRAY[p.identity]);
     END $$;
 
 -- End a turn; what it came to are the lines of onceward.queue.TurnClosing, NULL where there are none. The order in it

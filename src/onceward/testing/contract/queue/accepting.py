@@ -21,8 +21,8 @@ from onceward.errors import (
     TenantMissing,
     UsageError,
 )
-from onceward.testing.contract.base import needs
-from onceward.testing.contract.queue.base import LATER, SOON, at, drain, record_of, until
+from onceward.testing.contract.base import LATER, SOON, needs
+from onceward.testing.contract.queue.base import at, drain, record_of, until
 from onceward.testing.kinds import AsyncpgCaller, Caller, SqliteCaller, place
 from onceward.testing.lab import Gate, Lab, Recorder
 

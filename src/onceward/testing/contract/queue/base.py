@@ -12,11 +12,8 @@ from onceward.inbox import Inbox
 from onceward.message import Message, Position
 from onceward.outcome import Outcome
 from onceward.record import Record
-from onceward.retry import RetryPolicy
 from onceward.testing.lab import Lab, Recorder
 
-SOON = RetryPolicy(max_attempts=3, base=0.0)
-LATER = RetryPolicy(max_attempts=3, base=600.0, cap=600.0)
 TAKEOVER = 5.0
 """Seconds after which another worker has taken over what a dead one left."""
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from onceward import Kind, Position, Reject, RetryPolicy, State
+from onceward import Kind, Position, Reject, State
 from onceward.errors import InvalidMessage
-from onceward.testing.contract.base import needs
+from onceward.testing.contract.base import LATER, SOON, needs
 from onceward.testing.contract.queue.accepting import kind_of
-from onceward.testing.contract.queue.base import SOON, Failing, at, drain, record_of, until
+from onceward.testing.contract.queue.base import Failing, at, drain, record_of, until
 from onceward.testing.kinds import place
 from onceward.testing.lab import Lab, Recorder
 
@@ -207,7 +207,7 @@ class DependencyContract:
         assert handler.runs == ["a1"]
 
     async def test_a_failed_cause_does_not_wake_and_its_retry_does(self, lab: Lab) -> None:
-        inbox, handler = await lab.inbox(retry=RetryPolicy(max_attempts=3, base=600.0, cap=600.0)), Failing(lab, "z1")
+        inbox, handler = await lab.inbox(retry=LATER), Failing(lab, "z1")
         await inbox.accept([at(lab, "a1", "z1"), at(lab, "z1")])
         await drain(inbox, handler)
         assert handler.runs == ["z1"]

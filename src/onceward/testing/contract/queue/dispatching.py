@@ -16,8 +16,8 @@ import pytest
 import onceward
 from onceward import Kind, Message, Reject, RetryPolicy, State, TryLater
 from onceward.errors import HandlerNotFound, NotDead, SecondConnection, StoreUnavailable
-from onceward.testing.contract.base import needs
-from onceward.testing.contract.queue.base import LATER, SOON, TAKEOVER, Failing, at, drain, record_of, until
+from onceward.testing.contract.base import LATER, SOON, needs
+from onceward.testing.contract.queue.base import TAKEOVER, Failing, at, drain, record_of, until
 from onceward.testing.lab import Gate, Lab, Recorder
 from onceward.testing.proxy import Proxy
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from onceward import Message, State
-from onceward.testing.contract.base import needs
-from onceward.testing.contract.queue.base import SOON, TAKEOVER, at, drain, record_of, until
+from onceward.testing.contract.base import SOON, needs
+from onceward.testing.contract.queue.base import TAKEOVER, at, drain, record_of, until
 from onceward.testing.lab import Lab, Recorder
 
 KILLED = -signal.SIGKILL
@@ -38,11 +38,13 @@ class FleetContract:
 
     @pytest.mark.parametrize(
         "point",
-        ["after begin_turn", "effect", "before close_and_commit", "after close_and_commit"],
+        ["after begin_turn", "after take_lanes", "effect", "before close_and_commit", "after close_and_commit"],
     )
     async def test_a_worker_that_dies_anywhere_loses_and_doubles_nothing(self, lab: Lab, point: str) -> None:
         inbox, handler = await lab.inbox(retry=SOON), Recorder(lab)
         await inbox.accept([at(lab, "a1"), at(lab, "a2"), at(lab, "b1")])
+        if point == "after take_lanes":  # which is said apart from the claim where the worker before died
+            await lab.query("UPDATE onceward_lanes SET claims = 1")
         hand = await lab.hand(kill_at=point)
         await hand.hear("at")
         assert await hand.ended() == KILLED
@@ -225,9 +227,7 @@ class FleetContract:
         needs(lab, "network")
         inbox, handler = await lab.inbox(retry=SOON), Recorder(lab)
         await inbox.accept([at(lab, "a1"), at(lab, "a2")])
-        await lab.query(
-            "UPDATE onceward_lanes SET claims = 1"
-        )  # so that it is claimed first, and its turn is another step
+        await lab.query("UPDATE onceward_lanes SET claims = 1")  # then its turn begins in another trip than its claim
         hand = await lab.hand(freeze_at="after begin_turn")
         await hand.hear("at")
         async with inbox.worker(handler, poll_interval=0.1):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from onceward import Kind, RetryPolicy, State
-from onceward.testing.contract.queue.base import LATER, at, drain, record_of
+from onceward.testing.contract.base import LATER
+from onceward.testing.contract.queue.base import at, drain, record_of
 from onceward.testing.lab import Lab, Recorder
 
 ONCE = RetryPolicy(max_attempts=1, base=0.0)

@@ -11,7 +11,8 @@ import pytest
 
 from onceward import Kind, Message, Reject, RetryPolicy, State
 from onceward.errors import OncewardError
-from onceward.testing.contract.queue.base import LATER, SOON, at, drain, record_of, until
+from onceward.testing.contract.base import LATER, SOON
+from onceward.testing.contract.queue.base import at, drain, record_of, until
 from onceward.testing.lab import Lab, Recorder
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from onceward import Kind, Message, Reject, State, lanes
 from onceward.errors import UsageError
-from onceward.testing.contract.base import needs
-from onceward.testing.contract.queue.base import LATER, Failing, at, drain, record_of, until
+from onceward.testing.contract.base import LATER, needs
+from onceward.testing.contract.queue.base import Failing, at, drain, record_of, until
 from onceward.testing.lab import Lab, Recorder
 
 BY_CUSTOMER = lanes.field("customer.id")

@@ -12,9 +12,9 @@ import pytest
 
 from onceward import Kind, Message, RetryPolicy, State
 from onceward.errors import BulkError, UsageError
-from onceward.testing.contract.base import needs
+from onceward.testing.contract.base import LATER, SOON, needs
 from onceward.testing.contract.queue.accepting import kind_of
-from onceward.testing.contract.queue.base import LATER, SOON, Failing, at, drain, record_of, until
+from onceward.testing.contract.queue.base import Failing, at, drain, record_of, until
 from onceward.testing.kinds import place
 from onceward.testing.lab import Gate, Lab, Recorder
 from onceward.testing.proxy import Proxy
