@@ -189,12 +189,10 @@ WITH message AS (
            '{CONSUMER}', 'default', 'source:shop', 'r' || i, 'r' || i, 'order.paid', 'shop',
            'orders', 'accepted', '{{"order": "o", "cents": 1}}', sha256('x'), 'h:1', nextval('onceward_received')
     FROM generate_series($1::bigint, $2) i
-    RETURNING *),
-line AS (
-    INSERT INTO onceward_pending (seq, identity, lane, rank)
-    SELECT received_position, identity, identity, -1 FROM message)
-INSERT INTO onceward_lanes (lane, consumer, tenant, share, run_at)
-SELECT identity, consumer, tenant, 1, now() + received_position * interval '1 microsecond' - interval '1 hour'
+    RETURNING *)
+INSERT INTO onceward_lanes (lane, consumer, tenant, share, run_at, seq)
+SELECT identity, consumer, tenant, 1, now() + received_position * interval '1 microsecond' - interval '1 hour',
+       received_position
 FROM message
 """
 STEP = 250_000

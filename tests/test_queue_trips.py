@@ -108,7 +108,7 @@ async def test_a_handler_that_ends_the_savepoint_is_found_out_and_the_worker_goe
         await inbox.accept([message(number) for number in range(6)])
         async with inbox.worker(handle, poll_interval=0.05) as worker:
             async with asyncio.timeout(20):
-                while await postgres_lab.query("SELECT 1 FROM onceward_pending LIMIT 1"):
+                while await postgres_lab.query("SELECT 1 FROM onceward_lanes LIMIT 1"):
                     await asyncio.sleep(0.02)
             assert worker.running
         rows = await postgres_lab.query("SELECT message_id, state FROM onceward_records ORDER BY message_id")

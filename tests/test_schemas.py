@@ -58,7 +58,7 @@ async def test_two_inboxes_in_two_schemas_do_not_meet(postgres_dsn: str) -> None
         await unit.accept([kept], consumer="billing", host="h")
         await live(one)
         assert await lab.query("SELECT message_id FROM other.onceward_records") == [("kept",)]
-        assert len(await lab.query("SELECT * FROM other.onceward_pending")) == 1
+        assert len(await lab.query("SELECT * FROM other.onceward_lanes")) == 1
         assert len(await unit.claim_lanes("billing", "w", most=9, lease=30)) == 1
 
 

@@ -187,6 +187,7 @@ LANES = sa.Table(
     _moment("until"),
     sa.Column("claims", sa.Integer, nullable=False, server_default="0"),
     _id("blocker", nullable=True),
+    _long("seq", nullable=True),
     sa.CheckConstraint("state IN ('ready', 'running', 'retrying', 'later', 'waiting', 'blocked')"),
 )
 PENDING = sa.Table(

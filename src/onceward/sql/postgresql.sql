@@ -501,4 +501,7 @@ SELECT * FROM onceward_worst_lanes(:consumer::text, :worst::int)
 
 -- Of all consumers, as of the last ANALYZE.
 -- name: queue_stats_estimate
-SELECT greatest(reltuples, 0)::bigint AS pending FROM pg_class WHERE oid = 'onceward_pending'::regclass
+SELECT greatest(0, p.reltuples + l.reltuples * coalesce((
+           SELECT 1 - s.null_frac FROM pg_stats s JOIN pg_namespace n ON n.nspname = s.schemaname
+           WHERE n.oid = l.relnamespace AND s.tablename = l.relname AND s.attname = 'seq'), 0))::bigint AS pending
+FROM pg_class p, pg_class l WHERE p.oid = 'onceward_pending'::regclass AND l.oid = 'onceward_lanes'::regclass

@@ -24,7 +24,8 @@ _PARTS = ("failed", "blocked", "behind")
 
 def accept(dialect: Dialect, lines: Sequence[QueueLine], consumer: str, host: str) -> Plan[list[KeptLine]]:
     """Where all are new, nothing is said."""
-    params = {"lines": _json(lines), "lanes": _json(lanes_of(lines)), "consumer": consumer, "host": host}
+    lanes = lanes_of([line for line in lines if line.lane_name is not None])
+    params = {"lines": _json(lines), "lanes": _json(lanes), "consumer": consumer, "host": host}
     result = yield dialect("queue_accept", params)
     if not result.rows:
         return [_NEW] * len(lines)

@@ -21,7 +21,8 @@ CREATE TABLE onceward_lanes (
     owner     text,               -- the worker that claimed it last
     until     timestamptz,        -- and has it until then, unless its turn takes longer; NULL: nobody has it
     claims    integer NOT NULL DEFAULT 0,   -- claims that nobody gave back
-    blocker   uuid                -- the dead letter that holds it up
+    blocker   uuid,               -- the dead letter that holds it up
+    seq       bigint              -- of a message without a lane: this row is all that it has here
 ) WITH (fillfactor = 50);
 -- A claim changes nothing that is indexed, and there is room for it in the same page: it costs no index anything.
 -- Sleeping lanes are not in it; those that are due later are at its end. So their number costs a worker nothing.
@@ -31,7 +32,7 @@ CREATE INDEX onceward_lanes_due ON onceward_lanes (consumer, run_at) WITH (dedup
     WHERE run_at IS NOT NULL;
 CREATE INDEX onceward_lanes_asleep ON onceward_lanes (consumer) WHERE run_at IS NULL;
 
--- One row per message that is not settled.
+-- One row per message of a lane that is not settled.
 CREATE TABLE onceward_pending (
     seq       bigint PRIMARY KEY,
     identity  uuid NOT NULL,
@@ -161,7 +162,7 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
                 identity uuid, lock bigint, tenant text, scope text, key text, type text, lane uuid, rank bigint,
                 track text, message_id text, source text, topic text, origin text, payload text, body text,
                 headers text, payload_hash text, occurred_at timestamptz, stream text, "position" bigint,
-                depends_on text, not_before timestamptz, lane_name text)) AS line),
+                depends_on text, not_before timestamptz, lane_name text, share bigint)) AS line),
         inserted AS (
             INSERT INTO onceward_records (
                 identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, payload, body,
@@ -177,19 +178,25 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
             ORDER BY identity      -- so that two lists that share messages cannot wait for each other
             ON CONFLICT (identity) DO NOTHING
             RETURNING identity),
+        alone AS (
+            INSERT INTO onceward_lanes (lane, consumer, tenant, share, run_at, state, seq)
+            SELECT identity, of_consumer, tenant, share, greatest(coalesce(not_before, now()), now()),
+                   CASE WHEN not_before > now() THEN 'later' ELSE 'ready' END, seq
+            FROM input JOIN inserted USING (identity) WHERE lane_name IS NULL),
         kept AS (
             INSERT INTO onceward_pending (seq, identity, lane, rank, track, "position", due)
-            SELECT seq, identity, lane, rank, track, "position", not_before FROM input JOIN inserted USING (identity)
-            RETURNING identity, lane)
-        SELECT (SELECT count(*) FROM input), array_agg(identity), array_agg(DISTINCT lane)
+            SELECT seq, identity, lane, rank, track, "position", not_before
+            FROM input JOIN inserted USING (identity) WHERE lane_name IS NOT NULL
+            RETURNING lane)
+        SELECT (SELECT count(*) FROM input), (SELECT array_agg(identity) FROM inserted), array_agg(DISTINCT lane)
         INTO expected, fresh, kept_lanes FROM kept;
 
         IF coalesce(cardinality(fresh), 0) < expected THEN
             WITH input AS MATERIALIZED (
                 SELECT line.*, nextval('onceward_received') AS seq
                 FROM json_to_recordset(lines) AS line(
-                    identity uuid, lock bigint, lane uuid, rank bigint, track text, "position" bigint,
-                    not_before timestamptz, lane_name text)),
+                    identity uuid, lock bigint, tenant text, lane uuid, rank bigint, track text, "position" bigint,
+                    not_before timestamptz, lane_name text, share bigint)),
             joined AS (
                 UPDATE onceward_records r
                 SET state = 'accepted', received_position = input.seq, lane = input.lane_name,
@@ -199,11 +206,17 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
                   AND CASE WHEN r.state = 'failed' OR r.state = 'running' AND r.next_try_at <= now()
                            THEN pg_try_advisory_xact_lock(lock) ELSE false END
                 RETURNING r.identity, r.next_try_at),
+            alone AS (
+                INSERT INTO onceward_lanes (lane, consumer, tenant, share, run_at, state, seq)
+                SELECT identity, of_consumer, tenant, share, greatest(coalesce(next_try_at, now()), now()),
+                       CASE WHEN next_try_at > now() THEN 'later' ELSE 'ready' END, seq
+                FROM input JOIN joined USING (identity) WHERE lane_name IS NULL),
             kept AS (
                 INSERT INTO onceward_pending (seq, identity, lane, rank, track, "position", due)
-                SELECT seq, identity, lane, rank, track, "position", next_try_at FROM input JOIN joined USING (identity)
-                RETURNING identity, lane)
-            SELECT array_agg(identity), array_agg(DISTINCT lane) INTO parked, more_lanes FROM kept;
+                SELECT seq, identity, lane, rank, track, "position", next_try_at
+                FROM input JOIN joined USING (identity) WHERE lane_name IS NOT NULL
+                RETURNING lane)
+            SELECT (SELECT array_agg(identity) FROM joined), array_agg(DISTINCT lane) INTO parked, more_lanes FROM kept;
             kept_lanes := ARRAY (SELECT unnest(kept_lanes) UNION SELECT unnest(more_lanes));
         END IF;
 
@@ -377,7 +390,8 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
         first timestamptz;
         -- One entry for each message, in the order in which they may run; one for a lane without messages.
         lanes uuid[];
-        places tid[];
+        seqs bigint[];       -- of messages without a lane
+        places tid[];        -- of the others
         behinds boolean[];
         has_tracks boolean;
     BEGIN
@@ -385,17 +399,18 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
             most := greatest(1, most / greatest(1, cardinality(turn)));
             first := nullif(current_setting('onceward.first_due'), '');
         END IF;
-        SELECT array_agg(l.lane), array_agg(p.ctid), bool_or(p.track IS NOT NULL) INTO lanes, places, has_tracks
+        SELECT array_agg(l.lane), array_agg(l.seq), array_agg(p.ctid), bool_or(p.track IS NOT NULL)
+        INTO lanes, seqs, places, has_tracks
         FROM onceward_lanes l
         LEFT JOIN LATERAL (
             SELECT p.ctid, p.track FROM onceward_pending p
-            WHERE p.lane = l.lane AND NOT p.aside
+            WHERE p.lane = l.lane AND NOT p.aside AND l.seq IS NULL
             ORDER BY p.rank, p.seq LIMIT most) p ON true
         WHERE l.ctid = ANY (turn);
         IF has_tracks THEN
-            SELECT array_agg(lane), array_agg(at), array_agg(behind) INTO lanes, places, behinds
+            SELECT array_agg(lane), array_agg(seq), array_agg(at), array_agg(behind) INTO lanes, seqs, places, behinds
             FROM (
-                SELECT l.lane, q.at, q.behind
+                SELECT l.lane, l.seq, q.at, q.behind
                 FROM onceward_lanes l
                 LEFT JOIN LATERAL (
                     -- The first messages; of a track its lowest positions, in the places of those that came first, up
@@ -423,16 +438,16 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
         RETURN QUERY
         SELECT
             uuid_send(h.lane), 1, first, txid_current(), clock_timestamp(),
-            p.seq, p.rank, p.track, p.due, coalesce(h.behind, false),
+            coalesce(h.seq, p.seq), coalesce(p.rank, -1), p.track, p.due, coalesce(h.behind, false),
             CASE WHEN r.depends_on IS NOT NULL
                  THEN (SELECT row_to_json(d)::text FROM onceward_unmet(r.consumer, r.tenant, r.depends_on) d) END,
             r.ctid::text, p.ctid::text,
             uuid_send(r.identity), r.consumer, r.tenant, r.scope, r.key, r.message_id, r.type, r.source, r.topic,
             r.origin, r.attempts, r.started, r.payload::text, r.body, r.headers::text, r.received_at, r.occurred_at,
             r.stream, r."position", r.depends_on::text
-        FROM unnest(lanes, places, behinds) AS h(lane, place, behind)
+        FROM unnest(lanes, seqs, places, behinds) AS h(lane, seq, place, behind)
         LEFT JOIN onceward_pending p ON p.ctid = h.place
-        LEFT JOIN onceward_records r ON r.identity = ANY (ARRAY[p.identity]);
+        LEFT JOIN onceward_records r ON r.identity = ANY (ARRAY[CASE WHEN h.seq IS NULL THEN p.identity ELSE h.lane END]);
         IF together AND current_setting('onceward.suspect') <> '{}' THEN
             RETURN QUERY
             SELECT uuid_send(lane), 2, first, NULL::bigint, clock_timestamp(),
@@ -469,7 +484,8 @@ CREATE FUNCTION onceward_close(
         unfinished text[] := '{accepted,running,failed}';
         turn tid[] := nullif(current_setting('onceward.turn', true), '');   -- the lanes that we hold
         alone tid[];                 -- and those of them that nobody is adding to
-        missing integer := 2 * coalesce(cardinality(seqs), 0);   -- what is done, each in two tables
+        -- What is done: a record each, and a row unless it has no lane.
+        missing integer := coalesce(cardinality(seqs), 0) + coalesce(cardinality(array_remove(rows, NULL)), 0);
         looked_up boolean := false;
         found_rows integer;
         ended record;
@@ -498,11 +514,7 @@ CREATE FUNCTION onceward_close(
             WHERE r.ctid = line.record AND (r.identity = line.identity) IS TRUE AND r.state = ANY (unfinished);
             GET DIAGNOSTICS found_rows = ROW_COUNT;
             missing := missing - found_rows;
-            IF lone THEN
-                DELETE FROM onceward_pending p USING unnest(rows, seqs) AS line("row", seq)
-                WHERE p.ctid = line."row" AND (p.seq = line.seq) IS TRUE;
-                GET DIAGNOSTICS found_rows = ROW_COUNT;
-            ELSE
+            IF rows IS NOT NULL THEN
                 WITH gone AS (
                     DELETE FROM onceward_pending p USING unnest(rows, seqs) AS line("row", seq)
                     WHERE p.ctid = line."row" AND (p.seq = line.seq) IS TRUE
@@ -510,8 +522,8 @@ CREATE FUNCTION onceward_close(
                 SELECT tracks || coalesce(jsonb_agg(DISTINCT jsonb_build_object('lane', lane, 'track', track))
                                               FILTER (WHERE track IS NOT NULL), '[]'), count(*)
                 INTO tracks, found_rows FROM gone;
+                missing := missing - found_rows;
             END IF;
-            missing := missing - found_rows;
             EXIT WHEN missing = 0 OR looked_up;
             -- Not where they were read: somebody has written to them. Where are they now?
             looked_up := true;
@@ -546,7 +558,9 @@ CREATE FUNCTION onceward_close(
                 WHERE r.identity = ANY (ARRAY[line.identity]) AND r.state = ANY (unfinished)
                 RETURNING r.identity)
             SELECT (SELECT count(*) FROM line) * 2 - (SELECT count(*) FROM gone) - (SELECT count(*) FROM put_off)
-                       - (SELECT count(*) FROM written) AS missing,
+                       - (SELECT count(*) FROM written)
+                       - (SELECT count(l.seq) FROM line, onceward_lanes l WHERE l.lane = ANY (ARRAY[line.identity])
+                          AND l.seq = line.seq) AS missing,
                    (SELECT jsonb_agg(DISTINCT jsonb_build_object('lane', lane, 'track', track)) FROM gone
                     WHERE track IS NOT NULL) AS tracks
             INTO ended;
@@ -641,9 +655,12 @@ CREATE FUNCTION onceward_close(
             FOR UPDATE SKIP LOCKED);
         DELETE FROM onceward_lanes l
         WHERE l.ctid = ANY (alone)
-          AND (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside
-               ORDER BY p.rank, p.seq LIMIT 1) IS NULL
-          AND (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND p.aside LIMIT 1) IS NULL;
+          AND CASE WHEN l.seq IS NULL
+                   THEN (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside
+                         ORDER BY p.rank, p.seq LIMIT 1) IS NULL
+                        AND (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND p.aside LIMIT 1) IS NULL
+                   ELSE NOT coalesce((SELECT r.state = ANY (unfinished) FROM onceward_records r
+                                      WHERE r.identity = l.lane LIMIT 1), false) END;
         GET DIAGNOSTICS found_rows = ROW_COUNT;
         IF found_rows = cardinality(turn) THEN
             RETURN 0;
@@ -663,12 +680,13 @@ CREATE FUNCTION onceward_close(
             blocker = e.blocker, owner = NULL, until = NULL, claims = 0
         FROM (
             -- It sleeps when nothing in it may run: all are set aside, or the first of its stream waits.
-            SELECT ours.ctid AS place, e.*, first.seq IS NULL OR first.seq = ANY (parked) AS sleeps
+            SELECT ours.ctid AS place, e.*,
+                   ours.seq IS NULL AND first.seq IS NULL OR coalesce(ours.seq, first.seq) = ANY (parked) AS sleeps
             FROM onceward_lanes ours
             LEFT JOIN json_to_recordset(ends) AS e(lane uuid, "then" text, delay float8, blocker uuid)
                 ON e.lane = ours.lane
             LEFT JOIN LATERAL (
-                SELECT p.seq FROM onceward_pending p WHERE p.lane = ours.lane AND NOT p.aside
+                SELECT p.seq FROM onceward_pending p WHERE p.lane = ours.lane AND NOT p.aside AND ours.seq IS NULL
                 ORDER BY p.rank, p.seq LIMIT 1) first ON true
             WHERE ours.ctid = ANY (turn) AND ours.owner = by_owner AND coalesce(e."then", 'next') <> 'kept'
             OFFSET 0) e
@@ -806,13 +824,15 @@ CREATE FUNCTION onceward_requeue(dead uuid, lines json) RETURNS boolean
         IF record_seq IS NULL THEN
             RETURN false;
         END IF;
+        SELECT lane INTO to_lane FROM json_to_recordset(lines) AS (lane uuid);
         INSERT INTO onceward_pending (seq, identity, lane, rank, track, "position")
         SELECT record_seq, dead, lane, rank, track, "position"
-        FROM json_to_recordset(lines) AS (lane uuid, rank bigint, track text, "position" bigint)
-        RETURNING lane INTO to_lane;
+        FROM json_to_recordset(lines) AS (lane uuid, rank bigint, track text, "position" bigint, lane_name text)
+        WHERE lane_name IS NOT NULL;
         LOOP
-            INSERT INTO onceward_lanes (lane, consumer, tenant, name, share, run_at)
-            SELECT to_lane, r.consumer, r.tenant, line.lane_name, line.share, clock_timestamp()
+            INSERT INTO onceward_lanes (lane, consumer, tenant, name, share, run_at, seq)
+            SELECT to_lane, r.consumer, r.tenant, line.lane_name, line.share, clock_timestamp(),
+                   CASE WHEN line.lane_name IS NULL THEN record_seq END
             FROM json_to_recordset(lines) AS line(lane_name text, share bigint), onceward_records r
             WHERE r.identity = dead
             ON CONFLICT (lane) DO NOTHING;
@@ -875,23 +895,19 @@ CREATE FUNCTION onceward_count_pending(of_consumer text, most integer)
     SET enable_mergejoin = off
     SET jit = off
     AS $$
+        WITH l AS MATERIALIZED (
+            SELECT * FROM (SELECT lane, seq FROM onceward_lanes
+                           WHERE consumer = $1 AND run_at IS NOT NULL ORDER BY run_at LIMIT $2) due
+            UNION ALL
+            SELECT * FROM (SELECT lane, seq FROM onceward_lanes WHERE consumer = $1 AND run_at IS NULL LIMIT $2) asleep)
         SELECT
-            (SELECT count(*) FROM (
-                SELECT 1 FROM (
-                    SELECT * FROM (SELECT lane FROM onceward_lanes
-                                   WHERE consumer = $1 AND run_at IS NOT NULL ORDER BY run_at LIMIT $2) due
-                    UNION ALL
-                    SELECT * FROM (SELECT lane FROM onceward_lanes
-                                   WHERE consumer = $1 AND run_at IS NULL LIMIT $2) asleep) l
-                CROSS JOIN onceward_pending p WHERE p.lane = l.lane AND NOT p.aside LIMIT $2) few)
+            (SELECT count(seq) FROM l)
             + (SELECT count(*) FROM (
-                SELECT 1 FROM (
-                    SELECT * FROM (SELECT lane FROM onceward_lanes
-                                   WHERE consumer = $1 AND run_at IS NOT NULL ORDER BY run_at LIMIT $2) due
-                    UNION ALL
-                    SELECT * FROM (SELECT lane FROM onceward_lanes
-                                   WHERE consumer = $1 AND run_at IS NULL LIMIT $2) asleep) l
-                CROSS JOIN onceward_pending p WHERE p.lane = l.lane AND p.aside LIMIT $2) few) AS pending
+                SELECT 1 FROM l CROSS JOIN onceward_pending p
+                WHERE l.seq IS NULL AND p.lane = l.lane AND NOT p.aside LIMIT $2) few)
+            + (SELECT count(*) FROM (
+                SELECT 1 FROM l CROSS JOIN onceward_pending p
+                WHERE l.seq IS NULL AND p.lane = l.lane AND p.aside LIMIT $2) few) AS pending
     $$;
 
 CREATE FUNCTION onceward_count_messages(of_consumer text, most integer)
@@ -931,16 +947,19 @@ CREATE FUNCTION onceward_worst_lanes(of_consumer text, worst integer)
     AS $$
         SELECT
             c.tenant, c.name, c.state, c.run_at,
-            (SELECT count(*) FROM (SELECT 1 FROM onceward_pending p
-                                   WHERE p.lane = c.lane AND NOT p.aside LIMIT 1000) few)
+            (c.seq IS NOT NULL)::int
+            + (SELECT count(*) FROM (SELECT 1 FROM onceward_pending p
+                                     WHERE p.lane = c.lane AND NOT p.aside LIMIT 1000) few)
             + (SELECT count(*) FROM (SELECT 1 FROM onceward_pending p
                                      WHERE p.lane = c.lane AND p.aside LIMIT 1000) few) AS pending,
-            coalesce((SELECT r.received_at FROM onceward_pending p JOIN onceward_records r ON r.identity = p.identity
+            coalesce((SELECT r.received_at FROM onceward_records r WHERE c.seq IS NOT NULL AND r.identity = c.lane),
+                     (SELECT r.received_at FROM onceward_pending p JOIN onceward_records r ON r.identity = p.identity
                       WHERE p.seq = c.first), dead.received_at) AS oldest,
             dead.message_id AS dead_letter, w.stream, w.position
         FROM (
             SELECT l.*,
                 coalesce(
+                    l.seq,
                     (SELECT p.seq FROM onceward_pending p JOIN onceward_waits w ON w.seq = p.seq
                      WHERE p.lane = l.lane AND p.aside LIMIT 1),
                     (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside

@@ -23,7 +23,8 @@ CREATE TABLE onceward_lanes (
     owner     TEXT,               -- the worker that claimed it last
     until     TEXT,               -- always NULL: here a claim moves run_at, which costs nobody anything
     claims    INTEGER NOT NULL DEFAULT 0,   -- claims that nobody gave back
-    blocker   BLOB                -- the dead letter that holds it up
+    blocker   BLOB,               -- the dead letter that holds it up
+    seq       INTEGER             -- always NULL: here each message has a row in onceward_pending
 );
 -- Sleeping lanes are not in it; those that are due later are at its end. So their number costs a worker nothing.
 CREATE INDEX onceward_lanes_due ON onceward_lanes (consumer, run_at) WHERE run_at IS NOT NULL;

@@ -448,8 +448,7 @@ class AcceptContract:
                 raise ValueError("no")
             await handler(message, tx)
 
-        for _ in range(3):
-            await inbox.dispatch(some)
+        await drain(inbox, some)
         await inbox.accept(lab.message("new"))
         await lab.query("UPDATE onceward_records SET received_at = '2020-01-01T00:00:00Z'")
         done = [row[0] for row in await lab.query("SELECT message_id FROM onceward_records WHERE state = 'processed'")]
