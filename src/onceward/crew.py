@@ -21,18 +21,21 @@ from onceward.errors import InboxClosed, OncewardError, TryLater, UsageError
 from onceward.handlers import BulkHandler
 from onceward.lease import run_leased
 from onceward.outcome import Kind, Outcome
-from onceward.queue import Begun, QueueUnit, Share, Taken
+from onceward.pace import Pace
+from onceward.queue import Begun, Claiming, QueueUnit, Share, Taken
 from onceward.settle import CONFLICTS, Settler
 from onceward.shield import finish
 from onceward.slot import Settings, Slot
 from onceward.store import Conflict
-from onceward.turn import CROWDED_PAUSE, Again, Care, Limits, Turn
+from onceward.turn import CROWDED_PAUSE, Again, Ahead, Care, Limits, Turn
 from onceward.wake import Bell
 
 CLAIM_LEASE = 3.0
 """Seconds between the claim of a lane and the moment when others may have it, unless its turn has begun."""
 LARGEST = 500
 """Messages that a worker takes at once, at most, unless told otherwise: more than that gains nothing."""
+ROUND = 0.1
+"""Seconds for which a worker goes on with the same connection: then others may have it."""
 OVERDUE_EVERY = 1.0
 """Seconds between two looks for dependencies that did not come in time."""
 
@@ -40,7 +43,9 @@ OVERDUE_EVERY = 1.0
 class Step(msgspec.Struct):
     """What one claim came to."""
 
-    slots: list[Slot]
+    claiming: Claiming
+    """What was asked for."""
+    slots: list[Slot] = []
     claimed: Sequence[bytes] = ()
     """Lanes."""
     full: bool = False
@@ -48,6 +53,8 @@ class Step(msgspec.Struct):
     """A turn had to be done again, with more care."""
     due: float | None = None
     """Seconds until a lane is due, when none was claimed."""
+    told: bool = False
+    """The pace knows of it."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,59 +120,86 @@ class Crew:
         """One message, or None when nothing is ready."""
         seen: set[bytes] = set()
         while True:
-            step = await self.step(options, lanes=1, most=1)
+            step = await self.step(options, Pace(1))
             if step.slots:
                 return step.slots[0]
             if seen.issuperset(step.claimed):  # none, or one that came up empty a moment ago
                 return None
             seen.update(step.claimed)
 
-    async def step(self, options: Options, *, lanes: int, most: int) -> Step:
-        """Claim, and take turns with what was claimed."""
-        self.last_step = monotonic()
-        owner = f"{self._settings.intake.host}#{random.getrandbits(48):x}"
-        step, leased = Step([]), None
+    async def step(self, options: Options, pace: Pace, goes_on: Callable[[], bool] | None = None) -> Step:
+        """Claim, and take turns with what was claimed.
+
+        With `goes_on`, while that says so, the next claim is made in the trip that ends a turn: so this may be several
+        steps, of which the last comes back.
+        """
+        self.last_step = began = monotonic()
+        step, leased, begun = Step(self._claiming(options, pace)), None, None
+
+        def ask(turn: Turn) -> Claiming | None:
+            if goes_on is None or self.closed or self._left or monotonic() - began > ROUND or not goes_on():
+                return None
+            step.told = True
+            pace.went(len(step.claimed), turn.messages, full=turn.full, again=turn.care is not Care.OPTIMISTIC)
+            return self._claiming(options, pace)
+
         try:
             async with self._settler.plain_unit() as unit:
                 await self._give_back_left(unit)
                 await self._wake_overdue(unit)
-                leased = await self._claim(unit, owner, options, lanes=lanes, most=most, step=step)
+                ahead = Ahead(ask) if unit.goes_on else None
+                while True:
+                    pace.begin()
+                    leased = await self._claim(unit, step, begun, options, ahead)
+                    if step.claimed and not step.told:
+                        pace.went(len(step.claimed), len(step.slots), full=step.full, again=step.again)
+                    if ahead is None or ahead.claiming is None or ahead.begun is None:
+                        break
+                    self._tell(step.slots)
+                    step, begun, self.last_step = Step(ahead.claiming), ahead.begun, monotonic()
+                    ahead.begun = None
         except BaseException:
             if leased is not None:
-                await finish(self._put_off(owner, leased))
+                await finish(self._put_off(step.claiming.owner, leased))
             raise
         finally:
             self._tell(step.slots)  # they are committed, whatever became of the rest
         if leased is not None:
-            ran = await self._leased(owner, leased)
+            ran = await self._leased(step.claiming.owner, leased)
             self._tell(ran)
             step.slots += ran
         return step
 
+    def _claiming(self, options: Options, pace: Pace) -> Claiming:
+        owner = f"{self._settings.intake.host}#{random.getrandbits(48):x}"
+        return Claiming(
+            self.consumer, owner, pace.lanes, pace.size, CLAIM_LEASE, options.share, self._settings.freeze_after
+        )
+
     async def _claim(
-        self, unit: QueueUnit[Any], owner: str, options: Options, *, lanes: int, most: int, step: Step
+        self, unit: QueueUnit[Any], step: Step, begun: Begun | None, options: Options, ahead: Ahead | None
     ) -> Slot | None:
-        """What was claimed is worked on or given back, whatever happens."""
-        settings, begun = self._settings, list[Begun]()
+        """What was claimed, now or ahead of this, is worked on or given back, whatever happens."""
+        claiming, found = step.claiming, [] if begun is None else [begun]
 
         async def begin() -> None:
-            begun.append(await unit.begin_turn(
-                self.consumer, owner, lanes=lanes, most=most, lease=CLAIM_LEASE, share=options.share,
-                idle_limit=settings.freeze_after, apart=settings.on_begin is not None,
-            ))  # fmt: skip
+            found.append(await unit.begin_turn(claiming, apart=self._settings.on_begin is not None))
 
         try:
-            await unit.to_its_end(begin())
-            step.claimed = begun[0].claimed
+            if not found:
+                await unit.to_its_end(begin())
+            step.claimed = found[0].claimed
             if not step.claimed:
                 step.due = await unit.due_in(self.consumer, options.share)
                 return None
-            return await self._turns(unit, owner, begun[0], options, most=most, step=step)
+            return await self._turns(unit, step, found[0], options, ahead)
         except SystemExit:
             raise  # a handler ends the process: as any crash, so that one which always does is found out
         except BaseException:
-            if begun:
-                await finish(self._give_back(unit, owner, begun[0].claimed))
+            if found:
+                await finish(self._give_back(unit, claiming.owner, found[0].claimed))
+            if ahead is not None and ahead.claiming is not None and ahead.begun is not None:
+                await finish(self._give_back(unit, ahead.claiming.owner, ahead.begun.claimed))
             raise
 
     async def _leased(self, owner: str, slot: Slot) -> list[Slot]:
@@ -190,16 +224,18 @@ class Crew:
                 await unit.release(owner, [slot.queued.lane], delay=delay)
 
     async def _turns(
-        self, unit: QueueUnit[Any], owner: str, begun: Begun, options: Options, *, most: int, step: Step
+        self, unit: QueueUnit[Any], step: Step, begun: Begun, options: Options, ahead: Ahead | None
     ) -> Slot | None:
         """What is settled goes into the step; what is to be run with a lease comes back."""
         leased: Slot | None = None
         later: list[bytes] = []  # one lease at a time
+        owner, groups = step.claiming.owner, self._groups(begun.lanes, step.claiming.most)
         turn_of = partial(
             Turn, unit, owner, self._settings, given=options.given, bulk=options.bulk, limits=self.limits
         )  # fmt: skip
-        for lanes, number in self._groups(begun.lanes, most):
-            for turn, slots in await self._together(turn_of, lanes, number, begun.taken):
+        last = None if begun.suspects or len(groups) != 1 else ahead  # only what ends all of this may go on
+        for lanes, number in groups:
+            for turn, slots in await self._together(turn_of, lanes, number, begun.taken, last):
                 step.slots += slots
                 step.full = step.full or turn.full
                 step.again = step.again or turn.care is not Care.OPTIMISTIC
@@ -232,11 +268,16 @@ class Crew:
         return [(lanes, max(1, most // len(lanes)))]
 
     async def _together(
-        self, turn_of: Callable[..., Turn], lanes: Sequence[bytes], most: int, taken: Taken | None
+        self,
+        turn_of: Callable[..., Turn],
+        lanes: Sequence[bytes],
+        most: int,
+        taken: Taken | None,
+        ahead: Ahead | None,
     ) -> list[tuple[Turn, list[Slot]]]:
         """In one turn; where that cannot be, each lane has its own, with one message."""
         with suppress(Again):
-            return [await self._patiently(partial(turn_of, lanes=lanes, most=most), taken=taken)]
+            return [await self._patiently(partial(turn_of, lanes=lanes, most=most, ahead=ahead), taken=taken)]
         return [await self._patiently(partial(turn_of, lanes=[lane], most=1), Care.ALONE) for lane in lanes]
 
     async def _patiently(

@@ -4,7 +4,7 @@ them out again.
     accept                                                           a message is kept, and its lane is there
     claim_lanes                                                      a worker owns some lanes, for a short while
     take_lanes, handlers, close_lanes, commit                        one turn: their messages, in one transaction
-    begin_turn                                                       the same with fewer trips, where that is possible
+    begin_turn, handlers, close_and_commit                           the same with fewer trips, where that is possible
     release                                                          given back untouched: nobody crashed
 
 A **lane** that has something to do is one row with a time: from then on a worker may claim it. The claim is committed
@@ -158,6 +158,26 @@ class Taken(msgspec.Struct, frozen=True):
     """The transaction, where the database can tell later what became of it."""
 
 
+Share = tuple[int, int]
+"""(0, 3): the first third of all lanes."""
+
+
+class Claiming(msgspec.Struct, frozen=True):
+    """Which lanes to claim, and how to begin a turn with them."""
+
+    consumer: str
+    owner: str
+    lanes: int
+    """So many, at most."""
+    most: int
+    """About so many messages in all."""
+    lease: float
+    """Seconds for which they are ours, unless the turn has begun."""
+    share: Share | None = None
+    idle_limit: float | None = None
+    """See `take_lanes`."""
+
+
 class Begun(msgspec.Struct, frozen=True):
     """Lanes that were claimed, and perhaps the turn that has begun with them."""
 
@@ -251,10 +271,8 @@ class TurnClosing(msgspec.Struct, frozen=True):
     """Each of its lanes is one message without a lane, and done."""
     positions: bool = True
     """Some of its messages may have one."""
-
-
-Share = tuple[int, int]
-"""(0, 3): the first third of all lanes."""
+    xid: str | None = None
+    """See Taken."""
 
 
 class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
@@ -280,20 +298,9 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
         After `idle_limit` seconds of silence the database may end the transaction, where it can.
         """
 
-    async def begin_turn(
-        self,
-        consumer: str,
-        owner: str,
-        *,
-        lanes: int,
-        most: int,
-        lease: float,
-        share: Share | None = None,
-        idle_limit: float | None = None,
-        apart: bool = False,
-    ) -> Begun:
-        """Claim up to so many lanes. Where that can be said in the same trip, and unless each is to be worked on
-        `apart`, also begin a turn with them, in which there are about `most` messages in all."""
+    async def begin_turn(self, claiming: Claiming, *, apart: bool = False) -> Begun:
+        """Claim lanes. Where that can be said in the same trip, and unless each is to be worked on `apart`, also begin
+        a turn with them."""
 
     def to_its_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         """Await work with this unit that must not be cancelled: a cancellation is heard after it."""
@@ -321,8 +328,18 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
     async def close_lanes(self, closing: TurnClosing, *, consumer: str, host: str) -> None:
         """In the turn's transaction: write down what it came to. HandlerEndedTransaction: a message is gone."""
 
-    async def close_and_commit(self, closing: TurnClosing, *, consumer: str, host: str) -> None:
-        """Both, in one trip where that is possible. It raises what either of them raises."""
+    async def close_and_commit(
+        self, closing: TurnClosing, *, consumer: str, host: str, then: Claiming | None = None
+    ) -> Begun | None:
+        """Both, in one trip where that is possible. It raises what either of them raises.
+
+        Where `goes_on`, the next turn begins in the same trip: `then` says how, and what has begun comes back. None: it
+        could not, which is no error of the turn that has ended.
+        """
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether one turn can begin in the trip that ends another."""
 
     async def release(self, owner: str, lanes: Sequence[bytes], *, delay: float = 0.0) -> None:
         """Alone: give lanes back that were not worked on, and take the claim back. Those not ours are left alone."""

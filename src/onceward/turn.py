@@ -34,7 +34,7 @@ from onceward.errors import (
 )
 from onceward.handlers import BulkHandler, Handler
 from onceward.outcome import Kind, Outcome
-from onceward.queue import BlockedLine, LaneEnd, Queued, QueueUnit, Taken, Then, TurnClosing
+from onceward.queue import Begun, BlockedLine, Claiming, LaneEnd, Queued, QueueUnit, Taken, Then, TurnClosing
 from onceward.record import State
 from onceward.shield import finish
 from onceward.slot import Settings, Slot, awaited, told_apart
@@ -75,6 +75,16 @@ class Limits:
         self._running[handler.name] -= 1
 
 
+class Ahead:
+    """The next turn, where it begins in the trip that ends this one."""
+
+    def __init__(self, ask: Callable[[Turn], Claiming | None]) -> None:
+        self.ask = ask
+        """How it is to begin. None: it is not."""
+        self.claiming: Claiming | None = None
+        self.begun: Begun | None = None
+
+
 class Turn:
     """See `work`."""
 
@@ -92,6 +102,7 @@ class Turn:
         care: Care = Care.OPTIMISTIC,
         marked: bytes | None = None,
         taken: Taken | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         self.unit = self._unit = unit
         self._owner = owner
@@ -104,6 +115,7 @@ class Turn:
         self.care = care
         self._marked = marked
         """The digest of a message whose start was marked by us."""
+        self._ahead = ahead
         self._taken = taken or Taken(frozenset(), ())
         self._has_begun = taken is not None
         self._slots: list[Slot] = []
@@ -143,6 +155,11 @@ class Turn:
             for handler in self._using:
                 self._limits.leave(handler)
         return [slot for slot in self._slots if slot.outcome is not None]
+
+    @property
+    def messages(self) -> int:
+        """So many were settled."""
+        return len(self._slots)
 
     # --- what may run ---------------------------------------------------------------------------------------
 
@@ -435,9 +452,13 @@ class Turn:
     # --- the end --------------------------------------------------------------------------------------------
 
     async def _end(self) -> None:
-        unit, intake = self._unit, self._settings.intake
+        unit, closing, ahead = self._unit, self._closing(), self._ahead
+        then = None if ahead is None or self.leased is not None else ahead.ask(self)
         try:
-            await unit.close_and_commit(self._closing(), consumer=intake.consumer, host=intake.host)
+            if ahead is None or then is None:
+                await self._close_and_commit(closing)
+            else:
+                await unit.to_its_end(self._go_on(closing, ahead, then))
         except HandlerEndedTransaction as error:
             await self._bury_ended(None, error)
         except CommitNotApplied as error:
@@ -448,6 +469,14 @@ class Turn:
             if unit.is_conflict(error):
                 raise Conflict from error
             await self._refused(error)
+
+    async def _close_and_commit(self, closing: TurnClosing, then: Claiming | None = None) -> Begun | None:
+        intake = self._settings.intake
+        return await self._unit.close_and_commit(closing, consumer=intake.consumer, host=intake.host, then=then)
+
+    async def _go_on(self, closing: TurnClosing, ahead: Ahead, then: Claiming) -> None:
+        """Kept where it is found if we are cancelled."""
+        ahead.claiming, ahead.begun = then, await self._close_and_commit(closing, then)
 
     def _closing(self) -> TurnClosing:
         done, failed = [], []
@@ -464,7 +493,9 @@ class Turn:
         ends = [self._ends.get(lane) or LaneEnd(lane.hex()) for lane in sorted(self._taken.lanes)]
         lone = len(done) == len(ends) and not any(slot.is_ordered for slot in self._slots)
         positions = any(slot.message.position is not None for slot in self._slots)
-        return TurnClosing(self._owner, ends, done, failed, self._blocked, self._behind, lone, positions)
+        return TurnClosing(
+            self._owner, ends, done, failed, self._blocked, self._behind, lone, positions, self._taken.xid
+        )
 
     async def _refused(self, error: Exception) -> None:
         """Nothing was written. Who is to blame is known only when one message ran."""
@@ -513,8 +544,7 @@ class Turn:
             held = await self._unit.hold_lanes(self._owner, self._lanes)
             self._taken = msgspec.structs.replace(self._taken, lanes=held)
             self._slots = [slot for slot in self._slots if slot.queued.lane in held]
-            intake = self._settings.intake
-            await self._unit.close_and_commit(self._closing(), consumer=intake.consumer, host=intake.host)
+            await self._close_and_commit(self._closing())
 
         await finish(write())
 

@@ -10,10 +10,10 @@ import logging
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from time import monotonic
 
 from onceward.crew import Crew, Options
 from onceward.errors import CommitUnknown, StoreUnavailable, TryLater
+from onceward.pace import Pace
 from onceward.shield import finish
 from onceward.store import InFlight
 from onceward.turn import Again
@@ -26,47 +26,6 @@ TAKEN_PAUSE = 0.05
 PASSING = ("26000", "40", "53", "55P03", "57014")
 """SQLSTATEs of PostgreSQL: a handler made it forget what was prepared; deadlock or serialization failure; out of
 connections, memory or disk; lock_timeout; statement_timeout. Of our own statements: those of handlers are attempts."""
-LONG = 0.5
-"""Seconds. After a turn that took longer, the next one is smaller; after a quick one that was full it is larger."""
-
-
-class Pace:
-    """How much a worker takes at once: little when it is quiet, so that others have something to do too; more under
-    backlog, less where handlers are slow."""
-
-    SMALL = 1
-    PAUSE = 16
-    """Turns until long lanes are looked for again."""
-
-    def __init__(self, largest: int) -> None:
-        self._largest = max(1, largest)
-        self.size = min(self.SMALL, self._largest)
-        self._depth = 1
-        """Messages of one lane. Of long lanes fewer are taken, and more of each: a lane costs as much as a message."""
-        self._pause = 0
-
-    @property
-    def lanes(self) -> int:
-        return max(1, self.size // self._depth)
-
-    def found(self, lanes: int, messages: int) -> None:
-        """What there was in a turn."""
-        if messages >= lanes * self._depth:
-            if self._pause:
-                self._pause -= 1
-            else:
-                self._depth = min(self._largest, self._depth * 2)
-        elif messages * 2 <= lanes * self._depth:
-            self._depth, self._pause = max(1, self._depth // 2), self.PAUSE
-
-    def after(self, seconds: float, *, full: bool, again: bool) -> None:
-        if seconds > LONG or again:  # where some fail, little is done again
-            self.size = max(1, self.size // 2)
-        elif full and seconds < LONG / 4:
-            self.size = min(self._largest, self.size * 4)
-
-    def idle(self) -> None:
-        self.size = min(self.SMALL, self._largest)
 
 
 async def run(crew: Crew, options: Options, stop: asyncio.Event) -> None:
@@ -99,15 +58,18 @@ async def _run(crew: Crew, options: Options, stop: asyncio.Event) -> None:
 async def _work(crew: Crew, options: Options, stop: asyncio.Event) -> None:
     ear, pace, trouble = crew.bell.ear(), Pace(options.batch), 0
     task = asyncio.current_task()
+
+    def goes_on() -> bool:
+        # A cancellation may be lost on its way: a handler swallows it, or a driver that hears of a lost connection.
+        return not stop.is_set() and not (task is not None and task.cancelling())
+
     crew.running += 1
     try:
-        # A cancellation may be lost on its way: a handler swallows it, or a driver that hears of a lost connection.
-        while not stop.is_set() and not (task is not None and task.cancelling()):
+        while goes_on():
             crew.check_open()
             ear.clear()
-            began = monotonic()
             try:
-                step = await crew.step(options, lanes=pace.lanes, most=pace.size)
+                step = await crew.step(options, pace, goes_on)
             except Exception as error:
                 if not _passes(error):
                     raise
@@ -117,9 +79,6 @@ async def _work(crew: Crew, options: Options, stop: asyncio.Event) -> None:
                 continue
             trouble = 0
             if step.claimed:
-                full = step.full or len(step.claimed) >= pace.lanes
-                pace.found(len(step.claimed), len(step.slots))
-                pace.after(monotonic() - began, full=full, again=step.again)
                 continue
             pace.idle()
             patience = options.poll_interval if step.due is None else min(options.poll_interval, step.due)

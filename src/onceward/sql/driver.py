@@ -30,6 +30,10 @@ class Session(Protocol[Tx_co]):
     def gone(self) -> bool:
         """The connection cannot be used any more, whoever ended it."""
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a transaction can begin in the trip that ends another, with nothing left of that."""
+
     async def begin(self, first: Statement | None = None) -> Result:
         """Begin a transaction, with its first statement in the same trip where the driver can."""
 
@@ -65,6 +69,8 @@ class Session(Protocol[Tx_co]):
 
 class SessionDefaults:
     """Of a session whose handle sends everything at once, and whose work may be a task of its own."""
+
+    goes_on = False
 
     def to_its_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         return finish(work)

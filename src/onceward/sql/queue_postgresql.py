@@ -11,7 +11,19 @@ import msgspec
 
 from onceward.errors import HandlerEndedTransaction
 from onceward.identity import Identity, digest
-from onceward.queue import Begun, DoneLine, Kept, KeptLine, LaneClaim, QueueLine, Share, Taken, Then, TurnClosing
+from onceward.queue import (
+    Begun,
+    Claiming,
+    DoneLine,
+    Kept,
+    KeptLine,
+    LaneClaim,
+    QueueLine,
+    Share,
+    Taken,
+    Then,
+    TurnClosing,
+)
 from onceward.record import Record
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
@@ -71,28 +83,24 @@ def claim_lanes(
     return [LaneClaim(bytes(row["lane"]), row["claims"]) for row in rows]
 
 
-def claiming(
-    dialect: Dialect, consumer: str, owner: str, *, most: int, lease: float, share: Share | None, marks: Marks
-) -> Statement:
+def claiming(dialect: Dialect, wanted: Claiming, marks: Marks) -> Statement:
     """A claim to be said before the BEGIN of its turn."""
-    mark = marks.setdefault((consumer, share), Mark())
-    params = _claiming(consumer, owner, most, lease, share)
-    return dialect("queue_claim_for_turn", {**params, "lease": str(lease), "since": mark.begin()})
+    mark = marks.setdefault((wanted.consumer, wanted.share), Mark())
+    params = _claiming(wanted.consumer, wanted.owner, wanted.lanes, wanted.lease, wanted.share)
+    return dialect("queue_claim_for_turn", {**params, "lease": str(wanted.lease), "since": mark.begin()})
 
 
 def _claiming(consumer: str, owner: str, most: int, lease: float, share: Share | None) -> dict[str, Any]:
     return {"consumer": consumer, "owner": owner, "most": most, "lease": float(lease), **_share(share)}
 
 
-def take_claimed(
-    dialect: Dialect, consumer: str, *, lanes: int, most: int, share: Share | None, marks: Marks
-) -> Plan[Begun]:
+def take_claimed(dialect: Dialect, wanted: Claiming, marks: Marks) -> Plan[Begun]:
     """What was claimed so, and opened with BEGIN."""
-    rows = (yield dialect("queue_take", {"most": most, "together": True})).rows
+    rows = (yield dialect("queue_take", {"most": wanted.most, "together": True})).rows
     taken = _taken([row for row in rows if row["claims"] == 1])
     begun = Begun(list(taken.lanes), [row["lane_id"] for row in rows if row["claims"] > 1], taken)
     first_due = rows[0]["first_due"] if rows else None
-    marks[consumer, share].found(first_due, all_that_was_asked=len(begun.claimed) == lanes)
+    marks[wanted.consumer, wanted.share].found(first_due, all_that_was_asked=len(begun.claimed) == wanted.lanes)
     return begun
 
 
@@ -114,10 +122,8 @@ def _taken(rows: Sequence[Mapping[str, Any]]) -> Taken:
     return Taken(held, tuple([queued_of(row) for row in rows if row["seq"] is not None]), str(rows[0]["xid"]))
 
 
-def stood(dialect: Dialect, taken: Taken) -> Plan[bool | None]:
-    if taken.xid is None:
-        return None
-    result = yield dialect("queue_stood", {"xid": int(taken.xid)})
+def stood(dialect: Dialect, xid: str) -> Plan[bool | None]:
+    result = yield dialect("queue_stood", {"xid": int(xid)})
     status: str | None = result.rows[0]["status"]
     return None if status is None else status == "committed"
 

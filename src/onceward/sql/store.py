@@ -8,9 +8,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from datetime import datetime
 from typing import Any, Generic, TypeVar
 
+from onceward.errors import HandlerEndedTransaction, StoreError
 from onceward.identity import Identity
 from onceward.message import Position
-from onceward.queue import Begun, KeptLine, LaneClaim, Queued, QueueLine, Share, Taken, TurnClosing, Unmet
+from onceward.queue import Begun, Claiming, KeptLine, LaneClaim, Queued, QueueLine, Share, Taken, TurnClosing, Unmet
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.shield import LoopLock, finish
 from onceward.sql import queue_postgresql, queue_rows, queue_sqlite, queue_stats, upkeep, verbs
@@ -372,38 +373,39 @@ class SqlUnit(Generic[Tx]):
         session.opening = self._queue.opening(self._dialect, owner, lanes)
         return await self._opened(self._queue.take_lanes(self._dialect, owner, lanes, most, opened=True))
 
-    async def begin_turn(
-        self,
-        consumer: str,
-        owner: str,
-        *,
-        lanes: int,
-        most: int,
-        lease: float,
-        share: Share | None = None,
-        idle_limit: float | None = None,
-        apart: bool = False,
-    ) -> Begun:
+    async def begin_turn(self, claiming: Claiming, *, apart: bool = False) -> Begun:
         if apart or self._begin is not None or not self._rides():
-            claims = await self.claim_lanes(consumer, owner, most=lanes, lease=lease, share=share)
+            claims = await self.claim_lanes(
+                claiming.consumer, claiming.owner, most=claiming.lanes, lease=claiming.lease, share=claiming.share
+            )
             sound = [claim.lane for claim in claims if claim.claims == 1]
             return Begun(sound, [claim.lane for claim in claims if claim.claims > 1])
-        session: Any = self._session
-        known: dict[str, Any] = {"share": share, "marks": self._driver.marks}  # type: ignore[attr-defined]
-        session.claiming = self._queue.claiming(self._dialect, consumer, owner, most=lanes, lease=lease, **known)
-        session.opening = self._queue.opening(self._dialect, owner)
-        session.idle_limit = idle_limit
-        plan = self._queue.take_claimed(self._dialect, consumer, lanes=lanes, most=most, **known)
+        plan = self._prepared(claiming)
         try:
-            begun: Begun = await self._opened(plan)
+            return await self._found(await self._opened(plan))
         except Exception:
-            await self.rollback()
-            with suppress(Exception):  # the claim is over in a moment; what went wrong first is what to tell
-                await self._at_once(self._queue.release_claimed(self._dialect, owner))
+            await self._forget_claimed(claiming.owner)
             raise
+
+    def _prepared(self, claiming: Claiming) -> Plan[Begun]:
+        """The claim and the opening ride with the next BEGIN; what is left to do is this."""
+        session: Any = self._session
+        marks = self._driver.marks  # type: ignore[attr-defined]
+        session.claiming = self._queue.claiming(self._dialect, claiming, marks)
+        session.opening = self._queue.opening(self._dialect, claiming.owner)
+        session.idle_limit = claiming.idle_limit
+        plan: Plan[Begun] = self._queue.take_claimed(self._dialect, claiming, marks)
+        return plan
+
+    async def _found(self, begun: Begun) -> Begun:
         if not begun.lanes:
             await self.rollback()
         return begun
+
+    async def _forget_claimed(self, owner: str) -> None:
+        await self.rollback()
+        with suppress(Exception):  # the claim is over in a moment; what went wrong first is what to tell
+            await self._at_once(self._queue.release_claimed(self._dialect, owner))
 
     def to_its_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         return self._session.to_its_end(work)
@@ -426,7 +428,7 @@ class SqlUnit(Generic[Tx]):
     async def stood(self, taken: Taken) -> bool | None:
         if taken.xid is None:
             return False if self._driver.features.refuses_end else None
-        return await self._at_once(self._queue.stood(self._dialect, taken))
+        return await self._at_once(self._queue.stood(self._dialect, taken.xid))
 
     async def savepoint(self) -> None:
         if self._unused:
@@ -446,13 +448,40 @@ class SqlUnit(Generic[Tx]):
     async def close_lanes(self, closing: TurnClosing, *, consumer: str, host: str) -> None:
         await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))
 
-    async def close_and_commit(self, closing: TurnClosing, *, consumer: str, host: str) -> None:
-        if self._rides():
-            session: Any = self._session
-            session.ride(self._queue.closing(self._dialect, closing, consumer, host), after=self._placed)
-        else:
+    async def close_and_commit(
+        self, closing: TurnClosing, *, consumer: str, host: str, then: Claiming | None = None
+    ) -> Begun | None:
+        if not self._rides():
             await self.close_lanes(closing, consumer=consumer, host=host)
-        await self.commit()
+            await self.commit()
+            return None
+        session: Any = self._session
+        session.ride(self._queue.closing(self._dialect, closing, consumer, host), after=self._placed)
+        if then is None or not self.goes_on:
+            await self.commit()
+            return None
+        plan = self._prepared(then)
+        try:
+            await self.commit()
+        except (StoreError, HandlerEndedTransaction):
+            raise
+        except Exception:
+            # Was it the claim, or BEGIN, after the COMMIT?
+            await self._forget_claimed(then.owner)
+            if closing.xid is None or not await self._at_once(self._queue.stood(self._dialect, closing.xid)):
+                raise
+            return None
+        try:
+            begun = await self._say(plan)
+            self._placed = self._unused = True
+            return await self._found(begun)
+        except Exception:  # noqa: BLE001 - what was committed stands; who begins the next turn will hear of it
+            await self._forget_claimed(then.owner)
+            return None
+
+    @property
+    def goes_on(self) -> bool:
+        return self._begin is None and self._rides() and bool(self._session.goes_on)
 
     def _rides(self) -> bool:
         """Whether statements can be said in the trips of BEGIN and COMMIT."""

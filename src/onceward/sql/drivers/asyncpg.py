@@ -29,7 +29,7 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
 
     def __init__(self, connection: Any, *, rides: bool = False) -> None:
         super().__init__(connection)
-        self._rides = rides
+        self._rides = self.goes_on = rides  # a turn must not find what a handler of another one has set
 
     @property
     def tx(self) -> asyncpg.Connection:

@@ -156,7 +156,7 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         return guard is not None and not guard.has_ended and self._in_transaction()
 
     claiming: Statement | None = None
-    """A transaction of its own, said before the next BEGIN in the same trip."""
+    """A transaction of its own, said before the next BEGIN in the same trip. COMMIT goes on with it at once."""
     opening: Sequence[Statement] = ()
     """What else is said in the trip of the next BEGIN; its rows are not wanted."""
     _riding = _released = ""
@@ -165,14 +165,11 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
     """Seconds that a transaction may be silent: then the server ends it, and whoever froze in it holds nobody up."""
 
     async def begin(self, first: Statement | None = None) -> Result:
-        token = self._token = f"{_TOKENS}{next(_numbers)}"
-        self._guard = self._new_guard()
-        known = self._known
-        claiming, opening = self.claiming, self.opening
-        self.claiming, self.opening, self._riding, self._released = None, (), "", ""  # whatever becomes of this trip
-        trip = f"{known.begin}'{token}'"
+        claiming, opening = self._take_riding()
+        self._start(_new_token())
         if self.idle_limit is not None:
-            trip += f"; SET LOCAL idle_in_transaction_session_timeout = {await self._idle_limit(self.idle_limit)}"
+            await self._settings()
+        trip = self._beginning(self._token)
         if first is None:
             await self._say_begin(trip, claiming, opening)
             return Result((), 0)
@@ -180,6 +177,23 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
             await self._say_begin(trip, claiming, opening)
             return await self.execute(first)
         return Result((), count(await self._say_begin(trip, claiming, [*opening, first])))
+
+    def _take_riding(self) -> tuple[Statement | None, Sequence[Statement]]:
+        """Whatever becomes of the trip, it is not said again."""
+        claiming, opening = self.claiming, self.opening
+        self.claiming, self.opening, self._riding, self._released = None, (), "", ""
+        return claiming, opening
+
+    def _start(self, token: str) -> None:
+        self._token = token
+        self._guard = self._new_guard()
+
+    def _beginning(self, token: str) -> str:
+        known, begin = self._known, f"{self._known.begin}'{token}'"
+        if self.idle_limit is None:
+            return begin
+        limit = int(self.idle_limit * 1000)  # what is set for the role or the database stays, where it is stricter
+        return f"{begin}; SET LOCAL idle_in_transaction_session_timeout = {min(limit, known.idle_limit or limit)}"
 
     async def _say_begin(self, begin: str, claiming: Statement | None, opening: Sequence[Statement]) -> str:
         """BEGIN and all that rides with it; the tag of the last. As EXECUTE of a prepared statement it costs the server
@@ -203,11 +217,6 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         for statement in statements:
             if statement.sql not in prepared and statement.params:
                 await self._prepare(statement, prepared)
-
-    async def _idle_limit(self, seconds: float) -> int:
-        """In milliseconds; what is set for the role or the database stays, where it is stricter."""
-        known = await self._settings()
-        return min(int(seconds * 1000), known.idle_limit or int(seconds * 1000))
 
     async def is_plain(self) -> bool:
         """Whether a statement by itself is a transaction of the level that we work at."""
@@ -270,6 +279,7 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         return f"coalesce(current_setting('onceward.token', true), '') = '{self._token}'"
 
     def commit(self) -> Awaitable[None]:
+        trip, token = self._last_trip()
         if self.lost:
             raise StoreUnavailable("the connection to PostgreSQL was lost before COMMIT; nothing was written")
         guard, self._guard = self._guard, None
@@ -282,7 +292,7 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
             raise HandlerEndedTransaction
         if guard.broken:
             raise UsageError("two tasks of the handler used tx.transaction() at the same time, and one was not undone")
-        return self.to_its_end(self._commit())
+        return self.to_its_end(self._commit(trip, token))
 
     def ride(self, statement: Statement, *, after: bool) -> None:
         """Say it in the trip of COMMIT, before it. It gives a number, and 0 stops the trip.
@@ -297,11 +307,20 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         self._abandon()
         raise UsageError("a task that the handler left behind still uses tx; await it before the handler returns")
 
-    async def _commit(self) -> None:
+    def _last_trip(self) -> tuple[str, str]:
+        """What is said to end the transaction; and where the next turn begins with it, its token."""
+        # 1/0 stops the trip before COMMIT when this is not the transaction that we began.
+        stands = f"CASE WHEN {self._token_stands()} THEN {self._riding or 1} ELSE 0 END"
+        trip = f"{self._released}SELECT 1 / {stands}; {self._ending()}"
+        claiming, opening = self._take_riding()
+        if claiming is None:
+            return trip, ""
+        token, told = _new_token(), inlined if self._known.prepared is None else executing
+        return f"{trip}; {_trip(self._beginning(token), claiming, opening, told)}", token
+
+    async def _commit(self, trip: str, token: str) -> None:
         try:
-            # 1/0 stops the trip before COMMIT when this is not the transaction that we began.
-            stands = f"CASE WHEN {self._token_stands()} THEN {self._riding or 1} ELSE 0 END"
-            tag = await self._send(f"{self._released}SELECT 1 / {stands}; {self._ending()}")
+            tag = await self._send(trip)
         except Exception as error:
             state = getattr(error, "sqlstate", None)
             if state == _DIVISION_BY_ZERO or state in _NO_SAVEPOINT:
@@ -314,6 +333,8 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         if tag == "ROLLBACK":
             raise CommitNotApplied(f"COMMIT was answered with {tag}: nothing was written")
         self._committed()
+        if token:
+            self._start(token)
 
     async def rollback(self) -> None:
         guard, self._guard = self._guard, None
@@ -526,6 +547,10 @@ def preparable(sql: str) -> tuple[str, str, Callable[[Mapping[str, Any]], Sequen
     text, names = numbered(sql)
     pick = itemgetter(*names) if len(names) > 1 else lambda params: [params[name] for name in names]
     return f"onceward_{digest(sql)[:8].hex()}", text, pick
+
+
+def _new_token() -> str:
+    return f"{_TOKENS}{next(_numbers)}"
 
 
 def _trip(

@@ -1,0 +1,51 @@
+"""How much a worker takes at once: little when it is quiet, so that others have something to do too; more under
+backlog, less where handlers are slow."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+LONG = 0.5
+"""Seconds. After a turn that took longer, the next one is smaller; after a quick one that was full it is larger."""
+
+
+class Pace:
+    SMALL = 1
+    PAUSE = 16
+    """Turns until long lanes are looked for again."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest = max(1, largest)
+        self.size = min(self.SMALL, self._largest)
+        self._depth = 1
+        """Messages of one lane. Of long lanes fewer are taken, and more of each: a lane costs as much as a message."""
+        self._pause = 0
+        self._began = 0.0
+
+    @property
+    def lanes(self) -> int:
+        return max(1, self.size // self._depth)
+
+    def begin(self) -> None:
+        self._began = monotonic()
+
+    def went(self, lanes: int, messages: int, *, full: bool, again: bool) -> None:
+        """What there was in a turn. `full`: as much as was asked for; `again`: it had to be done a second time."""
+        full, seconds = full or lanes >= self.lanes, monotonic() - self._began
+        self._found(lanes, messages)
+        if seconds > LONG or again:  # where some fail, little is done again
+            self.size = max(1, self.size // 2)
+        elif full and seconds < LONG / 4:
+            self.size = min(self._largest, self.size * 4)
+
+    def _found(self, lanes: int, messages: int) -> None:
+        if messages >= lanes * self._depth:
+            if self._pause:
+                self._pause -= 1
+            else:
+                self._depth = min(self._largest, self._depth * 2)
+        elif messages * 2 <= lanes * self._depth:
+            self._depth, self._pause = max(1, self._depth // 2), self.PAUSE
+
+    def idle(self) -> None:
+        self.size = min(self.SMALL, self._largest)
