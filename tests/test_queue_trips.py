@@ -1,14 +1,18 @@
-"""Claim and BEGIN are one trip on PostgreSQL. What can go wrong with it leaves nothing behind."""
+"""On PostgreSQL claim and BEGIN are one trip, and so are COMMIT and the next claim. What goes wrong leaves nothing."""
 
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import asyncpg
 import pytest
 
 from onceward import Inbox, Message, Outcome, RetryPolicy, State
+from onceward.sql import queue_postgresql
+from onceward.sql.drivers.asyncpg import AsyncpgSession
+from onceward.sql.plan import Statement
 from onceward.testing import PostgresLab
 
 SOON = RetryPolicy(max_attempts=3, base=0.01, cap=0.01)
@@ -113,3 +117,125 @@ async def test_a_handler_that_ends_the_savepoint_is_found_out_and_the_worker_goe
             assert worker.running
         rows = await postgres_lab.query("SELECT message_id, state FROM onceward_records ORDER BY message_id")
         assert rows == [(f"m{number}", "dead" if number == 3 else "processed") for number in range(6)]
+
+
+# --- the next turn begins in the trip that ends the one before it ----------------------------------------------------
+
+
+class Counted:
+    """What is sent to PostgreSQL while it is entered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[str] = []
+        send, run = AsyncpgSession._send, AsyncpgSession._run
+
+        def counted_send(session: AsyncpgSession, sql: str) -> Any:
+            self.sent.append(sql)
+            return send(session, sql)
+
+        def counted_run(session: AsyncpgSession, statement: Any) -> Any:
+            self.sent.append(statement.sql)
+            return run(session, statement)
+
+        monkeypatch.setattr(AsyncpgSession, "_send", counted_send)
+        monkeypatch.setattr(AsyncpgSession, "_run", counted_run)
+
+
+async def run_until(inbox: Inbox[Any], handle: Any, number: int, **options: Any) -> list[str]:
+    """Which messages were handled, in their order; until there were so many."""
+    stop, runs = asyncio.Event(), list[str]()
+
+    async def counted(message: Message[Any], tx: Any) -> None:
+        runs.append(message.id)
+        if len(runs) == number:
+            stop.set()
+        await handle(message, tx)
+
+    async with asyncio.timeout(20):
+        await inbox.run(counted, stop=stop, batch=1, **options)
+    return runs
+
+
+async def test_turns_that_follow_each_other_need_two_trips_each(
+    postgres_lab: PostgresLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, trips = Counted(monkeypatch), list[int]()
+
+    async def handle(_message: Message[Any], _tx: Any) -> None:
+        trips.append(len(counted.sent))
+
+    async with await postgres_lab.inbox() as inbox:
+        monkeypatch.setattr("onceward.crew.ROUND", 60.0)
+        await inbox.accept([message(number) for number in range(10)])
+        assert len(set(await run_until(inbox, handle, 10))) == 10
+    assert [after - before for before, after in pairwise(trips)] == [2] * 9
+
+
+async def test_what_a_handler_sets_in_its_session_is_gone_in_the_next_turn(postgres_lab: PostgresLab) -> None:
+    seen: list[tuple[str, int]] = []
+
+    async def handle(_message: Message[Any], tx: Any) -> None:
+        name = await tx.fetchval("SELECT current_setting('application_name')")
+        locks = await tx.fetchval(
+            "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND objid = 4711"
+        )
+        seen.append((name, locks))
+        await tx.execute("SET application_name = 'left behind'; SELECT pg_advisory_lock(4711)")
+
+    async with await postgres_lab.inbox() as inbox:
+        await inbox.accept([message(number) for number in range(6)])
+        await run_until(inbox, handle, 6)
+    assert seen == [("", 0)] * 6
+
+
+@pytest.mark.parametrize("why", ["the claim", "the handler"])
+async def test_a_claim_that_fails_after_the_commit_is_no_failure_of_what_was_committed(
+    postgres_lab: PostgresLab, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Or the handler makes the connection forget what is said behind its COMMIT."""
+    claims, claiming = 0, queue_postgresql.claiming
+
+    def sometimes(*args: Any) -> Statement:
+        nonlocal claims
+        claims += 1
+        return Statement("SELECT 'no'::integer") if why == "the claim" and claims == 2 else claiming(*args)
+
+    async def handle(message: Message[Any], tx: Any) -> None:
+        await postgres_lab.write(tx, message.id)
+        if message.id == "m0" and why == "the handler":
+            await tx.execute("DEALLOCATE ALL")
+
+    monkeypatch.setattr(queue_postgresql, "claiming", sometimes)
+    async with await postgres_lab.inbox(retry=SOON) as inbox:
+        await inbox.accept([message(number, stream="s", position=number + 1) for number in range(4)])
+        assert await run_until(inbox, handle, 4) == ["m0", "m1", "m2", "m3"]
+        records = await postgres_lab.query("SELECT state, attempts FROM onceward_records")
+        assert records == [("processed", 1)] * 4
+        assert await claimed(postgres_lab) == []
+    assert sorted(await postgres_lab.effects()) == ["m0", "m1", "m2", "m3"]
+
+
+async def test_what_was_claimed_ahead_is_given_back_when_a_worker_is_cancelled(postgres_lab: PostgresLab) -> None:
+    """At the end of the trip that has committed one turn and begun the next."""
+    worker: asyncio.Task[Any] | None = None
+    ended = 0
+
+    async def reached(point: str) -> None:
+        nonlocal ended
+        if point == "after close_and_commit":
+            ended += 1
+            if ended == 2 and worker is not None:
+                worker.cancel()
+
+    async def handle(message: Message[Any], tx: Any) -> None:
+        await postgres_lab.write(tx, message.id)
+
+    async with await postgres_lab.inbox(reached=reached, retry=SOON) as inbox:
+        await inbox.accept([message(number) for number in range(5)])
+        for _ in range(2):
+            worker, ended = asyncio.ensure_future(inbox.run(handle, batch=1)), 0
+            await asyncio.wait([worker])
+            assert await claimed(postgres_lab) == []
+        records = await postgres_lab.query("SELECT attempts, started FROM onceward_records WHERE state = 'accepted'")
+        assert records == [(0, 0)]
+        assert len(await postgres_lab.effects()) == 4

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from datetime import datetime
 from typing import Any, Generic, TypeVar
 
-from onceward.errors import HandlerEndedTransaction, StoreError
+from onceward.errors import CommitUnknown, HandlerEndedTransaction, StoreError
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.queue import Begun, Claiming, KeptLine, LaneClaim, Queued, QueueLine, Share, Taken, TurnClosing, Unmet
@@ -465,11 +465,10 @@ class SqlUnit(Generic[Tx]):
             await self.commit()
         except (StoreError, HandlerEndedTransaction):
             raise
-        except Exception:
-            # Was it the claim, or BEGIN, after the COMMIT?
-            await self._forget_claimed(then.owner)
-            if closing.xid is None or not await self._at_once(self._queue.stood(self._dialect, closing.xid)):
+        except Exception as error:
+            if not await self._committed(closing.xid, error):
                 raise
+            await self._forget_claimed(then.owner)
             return None
         try:
             begun = await self._say(plan)
@@ -478,6 +477,14 @@ class SqlUnit(Generic[Tx]):
         except Exception:  # noqa: BLE001 - what was committed stands; who begins the next turn will hear of it
             await self._forget_claimed(then.owner)
             return None
+
+    async def _committed(self, xid: str | None, error: Exception) -> bool:
+        """Whether it was what came after the COMMIT that has failed."""
+        try:
+            await self.rollback()
+            return bool(xid and await self._at_once(self._queue.stood(self._dialect, xid)))
+        except Exception:  # noqa: BLE001 - nobody answers
+            raise CommitUnknown from error
 
     @property
     def goes_on(self) -> bool:

@@ -244,6 +244,8 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         try:
             return await self._run(statement)
         except Exception as error:  # noqa: BLE001 - told apart there
+            if getattr(error, "sqlstate", None) == _NO_STATEMENT:
+                self._abandon()  # a handler said DEALLOCATE ALL, and the driver will not notice: use another connection
             self._raise(error)
 
     async def script(self, sql: str) -> None:
