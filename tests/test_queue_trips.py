@@ -14,6 +14,7 @@ from onceward.sql import queue_postgresql
 from onceward.sql.drivers.asyncpg import AsyncpgSession
 from onceward.sql.plan import Statement
 from onceward.testing import PostgresLab
+from onceward.testing.contract.base import Listener
 
 SOON = RetryPolicy(max_attempts=3, base=0.01, cap=0.01)
 
@@ -206,24 +207,26 @@ async def test_a_claim_that_fails_after_the_commit_is_no_failure_of_what_was_com
             await tx.execute("DEALLOCATE ALL")
 
     monkeypatch.setattr(queue_postgresql, "claiming", sometimes)
-    async with await postgres_lab.inbox(retry=SOON) as inbox:
+    told = Listener()
+    async with await postgres_lab.inbox(retry=SOON, listeners=[told]) as inbox:
         await inbox.accept([message(number, stream="s", position=number + 1) for number in range(4)])
         assert await run_until(inbox, handle, 4) == ["m0", "m1", "m2", "m3"]
         records = await postgres_lab.query("SELECT state, attempts FROM onceward_records")
         assert records == [("processed", 1)] * 4
         assert await claimed(postgres_lab) == []
     assert sorted(await postgres_lab.effects()) == ["m0", "m1", "m2", "m3"]
+    assert told.names().count("Processed") == 4
 
 
 async def test_what_was_claimed_ahead_is_given_back_when_a_worker_is_cancelled(postgres_lab: PostgresLab) -> None:
-    """At the end of the trip that has committed one turn and begun the next."""
-    worker: asyncio.Task[Any] | None = None
+    """During the trip that commits one turn and begins the next."""
     ended = 0
 
     async def reached(point: str) -> None:
         nonlocal ended
-        if point == "after close_and_commit":
+        if point == "before close_and_commit":
             ended += 1
+            worker = asyncio.current_task()
             if ended == 2 and worker is not None:
                 worker.cancel()
 
@@ -233,8 +236,8 @@ async def test_what_was_claimed_ahead_is_given_back_when_a_worker_is_cancelled(p
     async with await postgres_lab.inbox(reached=reached, retry=SOON) as inbox:
         await inbox.accept([message(number) for number in range(5)])
         for _ in range(2):
-            worker, ended = asyncio.ensure_future(inbox.run(handle, batch=1)), 0
-            await asyncio.wait([worker])
+            ended = 0
+            await asyncio.wait([asyncio.ensure_future(inbox.run(handle, batch=1))])
             assert await claimed(postgres_lab) == []
         records = await postgres_lab.query("SELECT attempts, started FROM onceward_records WHERE state = 'accepted'")
         assert records == [(0, 0)]

@@ -284,14 +284,15 @@ CREATE FUNCTION onceward_claim(
     AS $$
     #variable_conflict use_column
     DECLARE
+        at timestamptz := clock_timestamp();   -- now() is as of before the turn that has ended in the same trip
         sound tid[];
         suspect uuid[];
     BEGIN
         LOOP
             WITH due AS MATERIALIZED (
                 SELECT ctid AS place, run_at FROM onceward_lanes
-                WHERE consumer = of_consumer AND run_at >= coalesce(since, '-infinity') AND run_at <= now()
-                  AND (until IS NULL OR until <= now()) AND share % shares = number
+                WHERE consumer = of_consumer AND run_at >= coalesce(since, '-infinity') AND run_at <= at
+                  AND (until IS NULL OR until <= at) AND share % shares = number
                 ORDER BY run_at LIMIT most FOR NO KEY UPDATE SKIP LOCKED),
             claimed AS (
                 UPDATE onceward_lanes l
