@@ -285,27 +285,30 @@ CREATE FUNCTION onceward_claim(
     #variable_conflict use_column
     DECLARE
         at timestamptz := clock_timestamp();   -- now() is as of before the turn that has ended in the same trip
+        due tid[];
         sound tid[];
         suspect uuid[];
     BEGIN
         LOOP
-            WITH due AS MATERIALIZED (
-                SELECT ctid AS place, run_at FROM onceward_lanes
-                WHERE consumer = of_consumer AND run_at >= coalesce(since, '-infinity') AND run_at <= at
-                  AND (until IS NULL OR until <= at) AND share % shares = number
-                ORDER BY run_at LIMIT most FOR NO KEY UPDATE SKIP LOCKED),
-            claimed AS (
-                UPDATE onceward_lanes l
-                SET owner = by_owner, claims = l.claims + 1, state = 'running',
-                    until = clock_timestamp() + lease * interval '1 second'
-                FROM due WHERE l.ctid = due.place
-                RETURNING l.lane, l.claims, l.ctid AS place, due.run_at)
-            SELECT array_agg(lane), array_agg(claims), min(run_at),
-                   array_agg(place) FILTER (WHERE claims = 1), array_agg(lane) FILTER (WHERE claims > 1)
-            INTO lanes, claims, first_due, sound, suspect FROM claimed;
-            EXIT WHEN lanes IS NOT NULL OR since IS NULL;
+            SELECT array_agg(place), min(run_at) INTO due, first_due
+            FROM (SELECT ctid AS place, run_at FROM onceward_lanes
+                  WHERE consumer = of_consumer AND run_at >= coalesce(since, '-infinity') AND run_at <= at
+                    AND (until IS NULL OR until <= at) AND share % shares = number
+                  ORDER BY run_at LIMIT most FOR NO KEY UPDATE SKIP LOCKED) lanes;
+            EXIT WHEN due IS NOT NULL OR since IS NULL;
             since := NULL;
         END LOOP;
+        IF due IS NOT NULL THEN
+            WITH claimed AS (
+                UPDATE onceward_lanes
+                SET owner = by_owner, claims = claims + 1, state = 'running',
+                    until = clock_timestamp() + lease * interval '1 second'
+                WHERE ctid = ANY (due)
+                RETURNING lane, claims, ctid AS place)
+            SELECT array_agg(lane), array_agg(claims),
+                   array_agg(place) FILTER (WHERE claims = 1), array_agg(lane) FILTER (WHERE claims > 1)
+            INTO lanes, claims, sound, suspect FROM claimed;
+        END IF;
         PERFORM set_config('synchronous_commit', 'off', true),
                 set_config('onceward.claimed', coalesce(sound::text, '{}'), false),
                 set_config('onceward.suspect', coalesce(suspect::text, '{}'), false),
