@@ -207,6 +207,7 @@ async def test_a_claim_that_fails_after_the_commit_is_no_failure_of_what_was_com
             await tx.execute("DEALLOCATE ALL")
 
     monkeypatch.setattr(queue_postgresql, "claiming", sometimes)
+    monkeypatch.setattr("onceward.crew.ROUND", 60.0)
     told = Listener()
     async with await postgres_lab.inbox(retry=SOON, listeners=[told]) as inbox:
         await inbox.accept([message(number, stream="s", position=number + 1) for number in range(4)])
@@ -218,8 +219,11 @@ async def test_a_claim_that_fails_after_the_commit_is_no_failure_of_what_was_com
     assert told.names().count("Processed") == 4
 
 
-async def test_what_was_claimed_ahead_is_given_back_when_a_worker_is_cancelled(postgres_lab: PostgresLab) -> None:
+async def test_what_was_claimed_ahead_is_given_back_when_a_worker_is_cancelled(
+    postgres_lab: PostgresLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """During the trip that commits one turn and begins the next."""
+    monkeypatch.setattr("onceward.crew.ROUND", 60.0)
     ended = 0
 
     async def reached(point: str) -> None:
