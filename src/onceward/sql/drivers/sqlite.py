@@ -169,7 +169,7 @@ class SqliteSession(SessionDefaults):
 
     async def begin(self, first: Statement | None = None) -> Result:
         if self._turn is None:
-            self._turn = self._writer.take_now() or await self._writer.take(self._wait)
+            self._turn = await self._writer.take(self._wait)
         self._ended = self.lost = False
         self._leans_on = self._writer.uncommitted()
         self._tx = Transaction(self._handler_execute)
