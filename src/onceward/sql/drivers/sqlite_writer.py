@@ -220,20 +220,16 @@ class Writer:
         """Wait for the turn, then for the write lock. TryLater(store_busy) when that takes too long."""
         outer = self._turn_around()
         if self._crowded or self._coming:
-            await self._let_others_come()
+            # Those who come together first do all that comes before their turns, and then have their turns one after
+            # another. Mixed, our code and SQLite's drive each other out of the processor's caches, which costs a tenth.
+            self._coming += 1
+            try:
+                await asyncio.sleep(0)
+            finally:
+                self._coming -= 1
         if self._group is None or not self._line.try_enter():
             await self._wait_for_turn(wait)
         return Turn(self, outer)
-
-    async def _let_others_come(self) -> None:
-        """For one round of the event loop. Those who come together first do all that comes before their turns, and
-        then have their turns one after another. Their code and SQLite's would drive each other out of the processor's
-        caches, which costs a tenth of everything."""
-        self._coming += 1
-        try:
-            await asyncio.sleep(0)
-        finally:
-            self._coming -= 1
 
     def _turn_around(self) -> Turn | None:
         """That of a handler on another database which we are called in."""
@@ -261,9 +257,8 @@ class Writer:
 
     def give(self, turn: Turn) -> None:
         """End a turn."""
-        if turn.active:
-            turn.active = False
-            self._pass_on()
+        turn.active = self.guarding = False
+        self._pass_on()
 
     def _pass_on(self) -> None:
         """The turn goes to the next, or to the COMMIT: when the group is full, or soon, when nobody waits."""
@@ -275,7 +270,7 @@ class Writer:
             line.wake()
         elif group is not None and not group.size:
             self._commit_group()  # nobody is going to wait for it, so the lock is given back now
-        elif group is not None:
+        elif group is not None and not self._looking:
             self._look_soon()
 
     def _commit_if_idle(self) -> None:
@@ -290,9 +285,8 @@ class Writer:
             self._commit_group()
 
     def _look_soon(self) -> None:
-        if not self._looking:
-            self._looking = True
-            asyncio.get_running_loop().call_soon(self._commit_if_idle)
+        self._looking = True
+        asyncio.get_running_loop().call_soon(self._commit_if_idle)
 
     def _is_full(self, group: Group) -> bool:
         limit = 1 if self._alone else GROUP
@@ -305,11 +299,13 @@ class Writer:
         """False after close, and when SQLite rolled the transaction back by itself: the disk is full or fails."""
         return not self.closed and self.connection.in_transaction
 
-    def join_group(self) -> Group:
-        """Count the unit that just released its savepoint into the open group."""
-        assert self._group is not None  # noqa: S101 - a turn always has a group
-        self._group.size += 1
-        return self._group
+    def join_group(self, turn: Turn) -> Group:
+        """End the turn of a unit that just released its savepoint into the open group."""
+        group = self._group
+        assert group is not None  # noqa: S101 - a turn always has a group
+        group.size += 1
+        self.give(turn)
+        return group
 
     def uncommitted(self) -> Group | None:
         """The open group, if units that are not committed yet have written in it."""
