@@ -75,6 +75,32 @@ async def test_who_is_acknowledged_together_comes_again_together(
     assert len(await sqlite_lab.effects()) == 100
 
 
+async def test_a_commit_does_not_begin_while_somebody_is_about_to_have_a_turn(
+    sqlite_lab: SqliteLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_writer, "AGE", 60.0)  # whatever the machine is doing
+    inbox, commits = await sqlite_lab.inbox(), []
+    original = sqlite_writer.Writer._execute
+    monkeypatch.setattr(
+        sqlite_writer.Writer, "_execute", lambda self, sql: (commits.append(sql), original(self, sql))[1]
+    )
+
+    def deliver(id_: str) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(inbox.process(sqlite_lab.message(id_), Recorder(sqlite_lab)))
+
+    await asyncio.gather(deliver("a"), deliver("b"))
+    assert len(commits) == 1
+    first = deliver("c")
+    await asyncio.sleep(0)  # it lets others come, and one comes a round later
+    await asyncio.gather(first, deliver("d"))
+    assert len(commits) == 2
+    first, second = deliver("e"), deliver("f")
+    await asyncio.sleep(0)
+    second.cancel()
+    assert (await asyncio.wait_for(first, 5)).processed, "who does not come after all is not waited for"
+    assert await sqlite_lab.effects() == ["a", "b", "c", "d", "e"]
+
+
 async def test_handlers_that_wait_run_one_at_a_time_in_the_order_they_came(sqlite_lab: SqliteLab) -> None:
     inbox, ran, running = await sqlite_lab.inbox(), [], 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 
 import msgspec
@@ -48,9 +49,5 @@ def current_or_none() -> Current | BulkRun | None:
     return _current.get()
 
 
-def enter(run: Current | BulkRun) -> Token[Current | BulkRun | None]:
-    return _current.set(run)
-
-
-def leave(token: Token[Current | BulkRun | None]) -> None:
-    _current.reset(token)
+enter: Callable[[Current | BulkRun], Token[Current | BulkRun | None]] = _current.set
+leave: Callable[[Token[Current | BulkRun | None]], None] = _current.reset

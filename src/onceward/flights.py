@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from time import monotonic
 
 from onceward.errors import TryLater
 from onceward.store import Done
@@ -43,11 +44,10 @@ class Flights:
 
     async def wait_for(self, digest: bytes, deadline: float) -> bool:
         """Until nobody works on it. False: that took too long."""
-        loop = asyncio.get_running_loop()
         while digest in self._flying:
             other = self._waited_for(digest)
             # Not wait_for(): a cancelled waiter must not cancel the future that others wait on.
-            await asyncio.wait([other], timeout=max(0.0, deadline - loop.time()))
+            await asyncio.wait([other], timeout=max(0.0, deadline - monotonic()))
             if not other.done():
                 return False
         return True
@@ -102,14 +102,14 @@ class Cache:
         self._new, self._old = {}, {}
 
     def put_all(self, known: Iterable[tuple[bytes, Done]]) -> None:
-        if self._half <= 0:
-            return
         for digest, done in known:
-            if done.payload_hash is None or (done.result is not None and len(done.result) > self.LARGEST_RESULT):
-                continue
-            self._new[digest] = done
-            if len(self._new) >= self._half:
-                self._new, self._old = {}, self._new
+            self.put(digest, done)
 
     def put(self, digest: bytes, done: Done) -> None:
-        self.put_all(((digest, done),))
+        if self._half <= 0 or done.payload_hash is None:
+            return
+        if done.result is not None and len(done.result) > self.LARGEST_RESULT:
+            return
+        self._new[digest] = done
+        if len(self._new) >= self._half:
+            self._new, self._old = {}, self._new

@@ -13,6 +13,15 @@ from uuid import UUID
 import msgspec
 
 
+class _Digest:
+    """Found out once, then an attribute like any other. Not cached_property, which takes a lock before Python 3.12."""
+
+    def __get__(self, identity: Identity, _type: type[Identity]) -> bytes:
+        found = digest(identity.consumer, identity.tenant, identity.scope, identity.key)
+        identity.__dict__["digest"] = found
+        return found
+
+
 class Identity(msgspec.Struct, frozen=True, dict=True):
     """One identity is one record. `str(identity)` is stable for ever and fit as an idempotency key."""
 
@@ -28,13 +37,7 @@ class Identity(msgspec.Struct, frozen=True, dict=True):
         identity.__dict__["digest"] = digest
         return identity
 
-    @property
-    def digest(self) -> bytes:
-        known = self.__dict__
-        if "digest" not in known:  # not cached_property, which takes a lock before Python 3.12
-            known["digest"] = digest(self.consumer, self.tenant, self.scope, self.key)
-        found: bytes = known["digest"]
-        return found
+    digest = _Digest()
 
     def __str__(self) -> str:
         return str(UUID(bytes=self.digest))

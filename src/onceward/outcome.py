@@ -84,7 +84,7 @@ _VERDICTS: tuple[tuple[type[BaseException], Verdict], ...] = (
 
 def raised(outcome: Outcome[R]) -> Outcome[R]:
     """For those who call `process`: a failed handler's error is raised, so that nobody acknowledges it."""
-    if outcome.kind is Kind.FAILED and outcome.error is not None:
+    if outcome.error is not None and outcome.kind is Kind.FAILED:
         with suppress(AttributeError):  # an exception with __slots__
             outcome.error.__onceward__ = outcome  # type: ignore[attr-defined]
         raise outcome.error

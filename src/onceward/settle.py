@@ -8,6 +8,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from time import monotonic
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -110,7 +111,7 @@ class Settler(Generic[Tx]):
         known = self._known(work, digest)
         if known is not None:
             return known
-        deadline = asyncio.get_running_loop().time() + self._wait
+        deadline = monotonic() + self._wait
         while not self._flights.begin(digest):
             if not await self._flights.wait_for(digest, deadline):
                 raise in_flight(self._wait)
@@ -219,13 +220,12 @@ class Settler(Generic[Tx]):
 
     async def _patiently(self, step: Callable[[], Awaitable[T]]) -> T:
         """Again while another runner has the message, for as long as the inbox waits."""
-        loop = asyncio.get_running_loop()
-        deadline, pause = loop.time() + self._wait, 0.005
+        deadline, pause = monotonic() + self._wait, 0.005
         while True:
             try:
                 return await step()
             except InFlight as error:
-                if loop.time() + pause > deadline:
+                if monotonic() + pause > deadline:
                     raise (busy(self._wait) if isinstance(error, Busy) else in_flight(self._wait)) from None
             await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter
             pause = min(pause * 2, 0.25)
@@ -247,7 +247,7 @@ class Settler(Generic[Tx]):
                 async with self.unit(work.message) as unit:
                     outcome = await attempt(unit, work)
             except InFlight:
-                if asyncio.get_running_loop().time() + pause > deadline:
+                if monotonic() + pause > deadline:
                     raise in_flight(self._wait) from None
                 work = work.afresh()
             except Conflict as conflict:

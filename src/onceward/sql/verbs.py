@@ -26,7 +26,8 @@ def claim(dialect: Dialect, record: Record) -> Statement:
     if record.payload_hash is None or more != _NOTHING_MORE:
         return Statement(dialect.statements["claim"], _claim_params(dialect, record))
     params = _described(dialect, record)
-    params["lock"] = str(_lock(record.identity))
+    if dialect.sets:
+        params["lock"] = str(_lock(record.identity))
     params["payload_hash"] = dialect.digest(record.payload_hash)
     return Statement(dialect.statements["claim_plain"], params)
 

@@ -6,9 +6,10 @@ import asyncio
 import os
 import re
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NoReturn, Self, cast
 
 from onceward.errors import (
@@ -101,10 +102,13 @@ class Transaction:
 
 
 @lru_cache(maxsize=256)
-def _spelled(sql: str, nothing: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """`:name` as `?1`, and what is None as NULL in the text: for each None that it binds, sqlite3 looks for an adapter,
-    and a claim has five."""
-    return numbered(PARAMETER.sub(lambda found: "NULL" if found[1] in nothing else found[0], sql), "?")
+def _spelled(sql: str, nothing: tuple[str, ...]) -> tuple[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]]:
+    """`:name` as `?1`, and what picks the parameters in that order. None is NULL in the text: for each None that it
+    binds, sqlite3 looks for an adapter, and a claim has five."""
+    text, names = numbered(PARAMETER.sub(lambda found: "NULL" if found[1] in nothing else found[0], sql), "?")
+    if len(names) > 1:
+        return text, itemgetter(*names)
+    return text, lambda params: tuple([params[name] for name in names])
 
 
 class SqliteSession(SessionDefaults):
@@ -169,7 +173,7 @@ class SqliteSession(SessionDefaults):
 
     async def begin(self, first: Statement | None = None) -> Result:
         if self._turn is None:
-            self._turn = self._writer.take_now() or await self._writer.take(self._wait)
+            self._turn = await self._writer.take(self._wait)
         self._ended = self.lost = False
         self._leans_on = self._writer.uncommitted()
         self._tx = Transaction(self._handler_execute)
@@ -181,10 +185,11 @@ class SqliteSession(SessionDefaults):
 
     def _result(self, statement: Statement) -> Result:
         params = statement.params
-        sql, names = _spelled(statement.sql, tuple([name for name, value in params.items() if value is None]))
+        nothing = tuple([name for name, value in params.items() if value is None]) if None in params.values() else ()
+        sql, pick = _spelled(statement.sql, nothing)
         if statement.rows is not None:
-            return Result((), self._raw_many(sql, [tuple(map(row.__getitem__, names)) for row in statement.rows]))
-        cursor = self._raw(sql, tuple(map(params.__getitem__, names)))
+            return Result((), self._raw_many(sql, list(map(pick, statement.rows))))
+        cursor = self._raw(sql, pick(params))
         if cursor.description is None:
             return Result((), cursor.rowcount)
         columns = [column[0] for column in cursor.description]
@@ -220,7 +225,8 @@ class SqliteSession(SessionDefaults):
 
     def commit(self) -> Coroutine[Any, Any, None]:
         """Into the group, and then wait for the group's COMMIT, which says for all of its members what happened."""
-        if self._turn is None or self._tx is None:
+        writer, turn = self._writer, self._turn
+        if turn is None or self._tx is None:
             raise UsageError("there is no transaction to commit")
         if self._ended:
             raise HandlerEndedTransaction
@@ -228,14 +234,10 @@ class SqliteSession(SessionDefaults):
             raise UsageError("two tasks of the handler used tx.transaction() at the same time, and one was undone")
         self._look_alive()
         if self.lost:
-            raise StoreUnavailable(
-                f"{self._writer.path} ended the transaction: the disk is full, or the store was closed"
-            )
-        self._raw(self._writer.release)
-        self._tx = self._leans_on = None
-        group = self._writer.join_group()
-        self._give_turn()
-        return self._writer.wait_for(group)
+            raise StoreUnavailable(f"{writer.path} ended the transaction: the disk is full, or the store was closed")
+        self._raw(writer.release)
+        self._turn = self._tx = self._leans_on = None
+        return writer.wait_for(writer.join_group(turn))
 
     async def rollback(self) -> None:
         if self._tx is None:
@@ -252,7 +254,6 @@ class SqliteSession(SessionDefaults):
     def _give_turn(self) -> None:
         turn, self._turn = self._turn, None
         if turn is not None:
-            self._writer.guarding = False
             self._writer.give(turn)
 
     async def __aenter__(self) -> Self:
@@ -261,7 +262,8 @@ class SqliteSession(SessionDefaults):
     async def __aexit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         if self._tx is not None:
             await self.rollback()
-        self._give_turn()
+        if self._turn is not None:
+            self._give_turn()
         if self._leans_on is not None and (error is None or isinstance(error, PayloadMismatch)):
             # "Duplicate" is an answer only once what it was told from is committed.
             try:
