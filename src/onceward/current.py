@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 
 import msgspec
 
@@ -48,9 +48,5 @@ def current_or_none() -> Current | BulkRun | None:
     return _current.get()
 
 
-def enter(run: Current | BulkRun) -> Token[Current | BulkRun | None]:
-    return _current.set(run)
-
-
-def leave(token: Token[Current | BulkRun | None]) -> None:
-    _current.reset(token)
+# Not functions of ours around them: they are called for each message.
+enter, leave = _current.set, _current.reset
