@@ -148,7 +148,8 @@ class Batcher(Generic[Tx]):
                 batch.outcomes[place] = self._cannot_be_kept(batch, place, error)
                 continue
             digest = work.identity.digest
-            slot = Slot(place, work, digest, None if work.lane is None else (work.identity.tenant, work.lane))
+            lane = None if work.lane is None else (work.identity.tenant, work.lane)
+            slot = Slot(place, work, digest, lane, lane is None and not message.depends_on)
             done = cache.get(digest)
             if done is not None:
                 settle_done(slot, done)
@@ -263,7 +264,8 @@ class Batcher(Generic[Tx]):
             self._settler.cache.put_all(found.items())
 
     def _note_duplicates(self, slots: list[Slot]) -> None:
-        share = sum(slot.outcome is not None and slot.outcome.kind is Kind.DUPLICATE for slot in slots) / len(slots)
+        kinds = [slot.outcome.kind for slot in slots if slot.outcome is not None]
+        share = kinds.count(Kind.DUPLICATE) / len(slots)
         self._duplicates += 0.3 * (share - self._duplicates)
 
     # --- segments -------------------------------------------------------------------------------------------
@@ -271,7 +273,8 @@ class Batcher(Generic[Tx]):
     async def _work_off_segment(self, batch: _Taken, segment: list[Slot]) -> None:
         todo, lanes, conflicts = [segment], batch.lanes, 0
         while todo:
-            part = [slot for slot in todo.pop() if slot.outcome is None and not slot.waits and not lanes.bars(slot)]
+            part = [slot for slot in todo.pop() if slot.outcome is None and not slot.waits]
+            part = [slot for slot in part if slot.lane is None or not lanes.bars(slot)]
             if len(part) <= 1:
                 for slot in part:
                     await self._settle_alone(slot, lanes)

@@ -19,7 +19,7 @@ from onceward.retry import RetryPolicy
 from onceward.store import ClaimLine
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Work(msgspec.Struct, frozen=True, gc=False):
     """One delivery, with everything that is known about how to work on it."""
 
     message: Message[Any]
@@ -66,10 +66,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             position=message.position,
         )
 
-    def line(self) -> ClaimLine:
-        """The same as a line of a claim of many."""
-        message, identity = self.message, self.identity
-        digest, key = identity.digest, identity.key
+    def line(self, digest: bytes) -> ClaimLine:
+        """The same as a line of a claim of many; `digest` is that of its identity."""
+        message, identity, key = self.message, self.identity, self.identity.key
         return ClaimLine(
             digest.hex(),
             int.from_bytes(digest[:8], "big", signed=True),
