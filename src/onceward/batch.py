@@ -133,7 +133,7 @@ class Batcher(Generic[Tx]):
         batch = _Taken(call, [None] * len(call.messages), Lanes())
         makers: dict[str, Maker | None] = {}
         firsts: dict[bytes, Slot] = {}
-        cache, origins, slots = self._settler.cache, call.origins, batch.slots
+        origins = call.origins
         for place, message in enumerate(call.messages):
             try:
                 if message.type not in makers:
@@ -150,15 +150,12 @@ class Batcher(Generic[Tx]):
             digest = work.identity.digest
             lane = None if work.lane is None else (work.identity.tenant, work.lane)
             slot = Slot(place, work, digest, lane, lane is None and not message.depends_on)
-            done = cache.get(digest)
-            if done is not None:
-                settle_done(slot, done)
-            elif digest in firsts:
-                batch.twins.append((slot, firsts[digest]))
-                continue
-            else:
-                firsts[digest] = slot
-            slots.append(slot)
+            first = firsts.setdefault(digest, slot)
+            if first is not slot:
+                batch.twins.append((slot, first))
+        batch.slots.extend(firsts.values())
+        for digest, done in self._settler.cache.known(firsts.keys()):
+            settle_done(firsts[digest], done)
         return batch
 
     def _maker(self, call: Call, message: Message[Any]) -> Maker | None:

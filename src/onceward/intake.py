@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
+from hashlib import sha256
 from types import MethodType
 from typing import Any, Literal, NamedTuple
 
@@ -228,4 +228,4 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
         if self.fingerprint is not None:
             seen = self.fingerprint(message)
             data = seen if isinstance(seen, bytes) else codec.encode(seen, "fingerprint")
-        return hashlib.sha256(data).digest()
+        return sha256(data).digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from struct import Struct
 from typing import Any
 
 import msgspec
@@ -17,6 +18,9 @@ from onceward.record import Record, State
 from onceward.retention import milliseconds
 from onceward.retry import RetryPolicy
 from onceward.store import ClaimLine
+
+_FIRST_8 = Struct(">q").unpack_from
+"""As a signed number: that of its advisory lock."""
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
@@ -71,7 +75,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
         message, identity, key = self.message, self.identity, self.identity.key
         return ClaimLine(
             digest.hex(),
-            int.from_bytes(digest[:8], "big", signed=True),
+            _FIRST_8(digest)[0],
             identity.tenant,
             identity.scope,
             key,
