@@ -33,7 +33,7 @@ class Identity(msgspec.Struct, frozen=True, dict=True):
         known: dict[str, bytes] = self.__dict__  # not cached_property, which takes a lock before Python 3.12
         found = known.get("digest")
         if found is None:
-            found = known["digest"] = _digest(_front(self.consumer, self.tenant, self.scope), self.key)
+            found = known["digest"] = digest(self.consumer, self.tenant, self.scope, self.key)
         return found
 
     def __str__(self) -> str:
@@ -42,16 +42,12 @@ class Identity(msgspec.Struct, frozen=True, dict=True):
 
 def digest(*parts: str) -> bytes:
     """The first 16 bytes of SHA-256 over the parts, each behind its length as four big-endian bytes."""
-    return _digest(_front(*parts[:-1]), parts[-1])
-
-
-def _digest(front: bytes, last: str) -> bytes:
-    encoded = last.encode()
-    return sha256(front + len(encoded).to_bytes(4, "big") + encoded).digest()[:16]
+    last = parts[-1].encode()
+    return sha256(_front(parts[:-1]) + len(last).to_bytes(4, "big") + last).digest()[:16]
 
 
 @lru_cache(maxsize=1024)
-def _front(*parts: str) -> bytes:
+def _front(parts: tuple[str, ...]) -> bytes:
     """The same for all messages of a consumer, a tenant and a scope."""
     encoded = [part.encode() for part in parts]
     return b"".join([len(part).to_bytes(4, "big") + part for part in encoded])
