@@ -133,7 +133,7 @@ class Batcher(Generic[Tx]):
         batch = _Taken(call, [None] * len(call.messages), Lanes())
         makers: dict[str, Maker | None] = {}
         firsts: dict[bytes, Slot] = {}
-        cache, origins, slots = self._settler.cache, call.origins, batch.slots
+        origins = call.origins
         for place, message in enumerate(call.messages):
             try:
                 if message.type not in makers:
@@ -148,16 +148,14 @@ class Batcher(Generic[Tx]):
                 batch.outcomes[place] = self._cannot_be_kept(batch, place, error)
                 continue
             digest = work.identity.digest
-            slot = Slot(place, work, digest, None if work.lane is None else (work.identity.tenant, work.lane))
-            done = cache.get(digest)
-            if done is not None:
-                settle_done(slot, done)
-            elif digest in firsts:
-                batch.twins.append((slot, firsts[digest]))
-                continue
-            else:
-                firsts[digest] = slot
-            slots.append(slot)
+            lane = None if work.lane is None else (work.identity.tenant, work.lane)
+            slot = Slot(place, work, digest, lane, lane is None and not message.depends_on)
+            first = firsts.setdefault(digest, slot)
+            if first is not slot:
+                batch.twins.append((slot, first))
+        batch.slots.extend(firsts.values())
+        for digest, done in self._settler.cache.known(firsts.keys()):
+            settle_done(firsts[digest], done)
         return batch
 
     def _maker(self, call: Call, message: Message[Any]) -> Maker | None:
@@ -263,7 +261,8 @@ class Batcher(Generic[Tx]):
             self._settler.cache.put_all(found.items())
 
     def _note_duplicates(self, slots: list[Slot]) -> None:
-        share = sum(slot.outcome is not None and slot.outcome.kind is Kind.DUPLICATE for slot in slots) / len(slots)
+        kinds = [slot.outcome.kind for slot in slots if slot.outcome is not None]
+        share = kinds.count(Kind.DUPLICATE) / len(slots)
         self._duplicates += 0.3 * (share - self._duplicates)
 
     # --- segments -------------------------------------------------------------------------------------------
@@ -271,7 +270,8 @@ class Batcher(Generic[Tx]):
     async def _work_off_segment(self, batch: _Taken, segment: list[Slot]) -> None:
         todo, lanes, conflicts = [segment], batch.lanes, 0
         while todo:
-            part = [slot for slot in todo.pop() if slot.outcome is None and not slot.waits and not lanes.bars(slot)]
+            part = [slot for slot in todo.pop() if slot.outcome is None and not slot.waits]
+            part = [slot for slot in part if slot.lane is None or not lanes.bars(slot)]
             if len(part) <= 1:
                 for slot in part:
                     await self._settle_alone(slot, lanes)

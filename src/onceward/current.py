@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 
 import msgspec
 
@@ -49,5 +48,5 @@ def current_or_none() -> Current | BulkRun | None:
     return _current.get()
 
 
-enter: Callable[[Current | BulkRun], Token[Current | BulkRun | None]] = _current.set
-leave: Callable[[Token[Current | BulkRun | None]], None] = _current.reset
+# Not functions of ours around them: they are called for each message.
+enter, leave = _current.set, _current.reset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from time import monotonic
 
 from onceward.errors import TryLater
@@ -97,6 +97,12 @@ class Cache:
             if done is not None:
                 self.put(digest, done)
         return done
+
+    def known(self, digests: KeysView[bytes]) -> list[tuple[bytes, Done]]:
+        """As `get`, for many: most often none of them is known, and that is said at once."""
+        held = (digests & self._new.keys()) | (digests & self._old.keys())
+        found = [(digest, self.get(digest)) for digest in held]
+        return [(digest, done) for digest, done in found if done is not None]
 
     def clear(self) -> None:
         self._new, self._old = {}, {}

@@ -6,8 +6,8 @@ of names makes two identities meet, and SQL can compute the same value (`oncewar
 
 from __future__ import annotations
 
-import hashlib
 from functools import lru_cache
+from hashlib import sha256
 from uuid import UUID
 
 import msgspec
@@ -46,7 +46,7 @@ class Identity(msgspec.Struct, frozen=True, dict=True):
 def digest(*parts: str) -> bytes:
     """The first 16 bytes of SHA-256 over the parts, each behind its length as four big-endian bytes."""
     last = parts[-1].encode()
-    return hashlib.sha256(_front(parts[:-1]) + len(last).to_bytes(4, "big") + last).digest()[:16]
+    return sha256(_front(parts[:-1]) + len(last).to_bytes(4, "big") + last).digest()[:16]
 
 
 @lru_cache(maxsize=1024)

@@ -345,10 +345,10 @@ class Inbox(StoredInbox[Tx]):
         asked = {"key": key, "retry": retry, "retention": retention, "redelivered": redelivered}
         return await self._batch(call_of("process_bulk", messages, handler, origins=origins, **asked))
 
-    async def _batch(self, call: Call) -> list[Outcome[Any]]:
+    def _batch(self, call: Call) -> Coroutine[Any, Any, list[Outcome[Any]]]:
         if not self._open:
             raise InboxClosed
-        return await self._batcher.run(call)
+        return self._batcher.run(call)
 
     @asynccontextmanager
     async def claim(

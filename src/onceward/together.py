@@ -48,8 +48,10 @@ class Slot(msgspec.Struct, eq=False):
     place: int
     work: Work
     digest: bytes
-    lane: tuple[str, str] | None = None
+    lane: tuple[str, str] | None
     """With its tenant: two tenants may give their streams the same name."""
+    is_free: bool
+    """It has no lane, and waits for nobody."""
     outcome: Outcome[Any] | None = None
     done: Done | None = None
     """What is known of the first run, for its twins."""
@@ -61,11 +63,6 @@ class Slot(msgspec.Struct, eq=False):
     encoded: bytes | None = None
     duration_ms: float = 0.0
     seen_before: bool = False
-
-    @property
-    def is_free(self) -> bool:
-        """It has no lane, and waits for nobody."""
-        return self.lane is None and not self.work.message.depends_on
 
 
 def busy(error: TryLater) -> Outcome[Any]:
@@ -173,7 +170,7 @@ class Segment:
         slots = self._slots
         in_order = sorted(slots, key=BY_DIGEST)
         one = slots[0].work
-        claims = [slot.work.line() for slot in in_order]
+        claims = [slot.work.line(slot.digest) for slot in in_order]
         began = perf_counter()
         self._new = new = await self._unit.claim_many(claims, consumer=one.identity.consumer, host=one.host)
         self._claimed_within = timedelta(seconds=perf_counter() - began, milliseconds=1)
@@ -230,7 +227,7 @@ class Segment:
     # --- the handlers ---------------------------------------------------------------------------------------
 
     async def _run_each(self) -> None:
-        unit, all_new = self._unit, len(self._new) == len(self._slots)
+        unit, ran, all_new = self._unit, self._ran, len(self._new) == len(self._slots)
         tx = unit.tx
         token = None
         try:
@@ -238,16 +235,17 @@ class Segment:
                 if not ((all_new and slot.is_free) or await self._admits(slot)):
                     continue
                 work = slot.work
+                handler = work.handler
                 number = 1 if slot.before is None else slot.before.attempts + 1
-                before = enter(Current(work.identity, work.handler.shape.name, number, work.redelivered, work.origin))
+                before = enter(Current(work.identity, handler.shape.name, number, work.redelivered, work.origin))
                 token = token or before
-                self._ran.append(slot)
+                ran.append(slot)
                 began = perf_counter()
                 try:
                     if work.seen_before is not None and await _seen_before(slot, tx):
                         result = None
                     else:
-                        result = work.handler.call(work.message, tx)
+                        result = handler.call(work.message, tx)
                         if type(result) is CoroutineType or isawaitable(result):
                             result = await result
                     slot.encoded = None if result is None else codec.encode(result, "result", ResultInvalid)

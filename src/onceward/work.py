@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from struct import Struct
 from typing import Any
 
 import msgspec
@@ -18,8 +19,11 @@ from onceward.retention import milliseconds
 from onceward.retry import RetryPolicy
 from onceward.store import ClaimLine
 
+_FIRST_8 = Struct(">q").unpack_from
+"""As a signed number: that of its advisory lock."""
 
-class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+
+class Work(msgspec.Struct, frozen=True, gc=False):
     """One delivery, with everything that is known about how to work on it."""
 
     message: Message[Any]
@@ -66,13 +70,12 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             position=message.position,
         )
 
-    def line(self) -> ClaimLine:
-        """The same as a line of a claim of many."""
-        message, identity = self.message, self.identity
-        digest, key = identity.digest, identity.key
+    def line(self, digest: bytes) -> ClaimLine:
+        """The same as a line of a claim of many; `digest` is that of its identity."""
+        message, identity, key = self.message, self.identity, self.identity.key
         return ClaimLine(
             digest.hex(),
-            int.from_bytes(digest[:8], "big", signed=True),
+            _FIRST_8(digest)[0],
             identity.tenant,
             identity.scope,
             key,

@@ -61,8 +61,9 @@ LOCATE = Statement(
 class Guard:
     """What a driver's handle for handlers is built on: it notices when the transaction ends, and who still runs."""
 
+    has_ended = False
+    """The transaction has, and not by us."""
     _over = False
-    _ended = False
     _idle: asyncio.Future[None] | None = None
     broken = False
     """A savepoint could not be undone, so nobody knows what would be committed."""
@@ -72,11 +73,7 @@ class Guard:
     def end_of_run(self) -> bool:
         """Refuse further use. True when the handler had ended the transaction before."""
         self._over = True
-        return self._ended
-
-    @property
-    def has_ended(self) -> bool:
-        return self._ended
+        return self.has_ended
 
     async def is_idle(self, patience: float = 1.0) -> bool:
         """Whether nothing uses the connection; a task that was left behind gets a moment to end."""
@@ -88,21 +85,26 @@ class Guard:
     def check(self) -> None:
         if self._over:
             raise UsageError("this transaction is over; write only while the handler runs")
-        if self._ended:
+        if self.has_ended:
             raise HandlerEndedTransaction
 
     def enter(self) -> None:
-        if self._over or self._ended:
+        if self._over or self.has_ended:
             self.check()
         self.running += 1
 
     def leave(self, *, stands: bool) -> None:
         """A verb has come back; `stands` is what the driver says about the transaction."""
         self.running -= 1
+        if self._idle is not None or not stands:
+            self._tell(stands=stands)
+
+    def _tell(self, *, stands: bool) -> None:
+        """Those who wait for the verbs, and whoever has ended the transaction."""
         if not self.running and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
         if not stands:
-            self._ended = True
+            self.has_ended = True
             raise HandlerEndedTransaction
 
 

@@ -63,7 +63,7 @@ class GuardedConnection(Guard):
 
     def __getattr__(self, name: str) -> Any:
         if name in _ENDS_TRANSACTION:
-            self._ended = True
+            self.has_ended = True
             raise HandlerEndedTransaction(
                 f"the handler called {name}(). It was stopped and nothing it wrote stands. Leave that to onceward; "
                 "`async with tx.transaction()` makes a savepoint."
