@@ -58,7 +58,7 @@ def claim_and_read_in_one_statement() -> None:
         read, self.read = self.read, None
         if read is None:  # another try: it was rolled back, and is ours no more
             return await take_what_is_ours(self, owner, lanes, **options)
-        messages = tuple(queued_of(row) for row in read if row["seq"] is not None)
+        messages = tuple(queued_of(row, read[0]["now"]) for row in read if row["seq"] is not None)
         return Taken(frozenset(lanes), messages, str(read[0]["xid"]))
 
     SqlUnit._rides = lambda _self: False  # type: ignore[method-assign]

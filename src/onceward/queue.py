@@ -138,8 +138,15 @@ class Queued(msgspec.Struct, frozen=True, gc=False):
     started: int = 0
     origin: str | None = None
     received_at: datetime | None = None
+    payload: str | None = None
+    """As JSON: a handler may have changed that of the message."""
     places: tuple[str, str] | None = None
     """Where the store has its record and itself, if it finds them faster so."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing about it has to be looked at before it runs."""
+        return self.due is None and self.unmet is None and not self.behind and not self.started
 
     @property
     def waits(self) -> float:

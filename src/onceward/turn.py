@@ -127,6 +127,8 @@ class Turn:
         self._behind: list[int] = []
         self._using: list[Handler] = []
         self._handlers: dict[str, Handler | None] = {}
+        self._plain: dict[str, Handler] = {}
+        """Those of them with neither a limit nor a lease."""
         self.leased: Slot | None = None
         """A message whose handler runs without a transaction: its lane stays ours."""
         self.full = False
@@ -173,7 +175,12 @@ class Turn:
             slot, lane = self._slot_of(queued), queued.lane
             if lane in left or self._bars(slot):
                 continue
-            if lane in begun and not self._may_follow(slot):
+            plain = self._plain.get(queued.message.type)
+            if plain is not None and queued.is_plain:  # as nearly always
+                slot.handler = plain
+                runnable.append(slot)
+                begun.add(lane)
+            elif lane in begun and not self._may_follow(slot):
                 left.add(lane)
             elif await self._admits(slot):
                 runnable.append(slot)
@@ -292,6 +299,8 @@ class Turn:
             if self.leased is None:
                 self.leased = slot
             return False
+        if handler.concurrency is None:
+            self._plain[slot.message.type] = handler
         return True
 
     def _handler_of(self, slot: Slot) -> Handler | None:
@@ -387,7 +396,6 @@ class Turn:
 
     async def _run_bulk(self, bulk: BulkHandler, slots: list[Slot]) -> None:
         """All at once; in halves when that fails, until the one that fails is alone."""
-        packed = {id(slot): codec.encode(slot.message.payload) for slot in slots}
         parts, first = [slots], True
         while parts:
             part = [slot for slot in parts.pop(0) if not self._bars(slot)]
@@ -405,8 +413,9 @@ class Turn:
                 await self._undo_part(part, error)
                 parts = [*_parted(part, error), *parts]
                 for slot in part:  # a handler that changed its payload must not find the change
-                    payload = codec.decode(packed[id(slot)])
-                    slot.message = msgspec.structs.replace(slot.message, payload=payload)
+                    payload = slot.queued.payload
+                    kept = None if payload is None else codec.decode(payload)
+                    slot.message = msgspec.structs.replace(slot.message, payload=kept)
 
     async def _run_part(self, bulk: BulkHandler, part: list[Slot], *, carefully: bool) -> None:
         unit, settings, began = self._unit, self._settings, perf_counter()

@@ -118,8 +118,8 @@ def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int, 
 def _taken(rows: Sequence[Mapping[str, Any]]) -> Taken:
     if not rows:
         return Taken(frozenset(), ())
-    held = frozenset([row["lane_id"] for row in rows])
-    return Taken(held, tuple([queued_of(row) for row in rows if row["seq"] is not None]), str(rows[0]["xid"]))
+    held, now = frozenset([row["lane_id"] for row in rows]), rows[0]["now"]
+    return Taken(held, tuple([queued_of(row, now) for row in rows if row["seq"] is not None]), str(rows[0]["xid"]))
 
 
 def stood(dialect: Dialect, xid: str) -> Plan[bool | None]:

@@ -10,7 +10,7 @@ import msgspec
 
 from onceward.errors import UsageError
 from onceward.identity import Identity
-from onceward.message import Message, Position, restored
+from onceward.message import Position, restored
 from onceward.queue import Queued, QueueLine, Unmet
 from onceward.record import State
 from onceward.sql.dialect import Dialect
@@ -89,53 +89,28 @@ def _look(
     return State(row["state"]), needs
 
 
-def queued_of(row: Mapping[str, Any]) -> Queued:
-    """As PostgreSQL gives it, see onceward_take."""
-    if row["type"] is None:
+def queued_of(row: Mapping[str, Any], now: datetime) -> Queued:
+    """As PostgreSQL gives it, see onceward_take. All at once: to ask for them by name takes four times as long."""
+    (
+        lane, _, _, _, _, seq, rank, track, due, behind, unmet, record_place, row_place, identity, consumer, tenant,
+        scope, key, message_id, type_, source, topic, origin, attempts, started, payload, body, headers, received_at,
+        occurred_at, stream, position, depends_on,
+    ) = row.values()  # fmt: skip
+    if type_ is None:
         raise UsageError(
             "a message in the queue has no record that this role can see. Workers must see the records of all tenants; "
             "see docs/stored.md about row-level security. Or somebody deleted the record."
         )
-    unmet = row["unmet"]
+    message = restored(
+        message_id, type_, None if payload is None else _decode(payload), source, topic, tenant,
+        None if headers is None else _decode(headers), None if occurred_at is None else moment_of(occurred_at), stream,
+        position, () if depends_on is None else _decode(depends_on, type=tuple[Position, ...]), body,
+    )  # fmt: skip
     return Queued(
-        row["seq"],
-        row["lane_id"],
-        identity_of(row),
-        message_of(row),
-        row["now"],
-        row["rank"],
-        row["due"],
-        row["track"],
-        row["behind"],
-        None if unmet is None else _unmet_of(unmet),
-        row["attempts"],
-        row["started"],
-        row["origin"],
-        row["received_at"],
-        (row["record_place"], row["row_place"]),
-    )
-
-
-def identity_of(row: Mapping[str, Any]) -> Identity:
-    return Identity.known(row["identity"], row["consumer"], row["tenant"], row["scope"], row["key"])
-
-
-def message_of(row: Mapping[str, Any]) -> Message[Any]:
-    payload, headers, occurred_at, depends_on = row["payload"], row["headers"], row["occurred_at"], row["depends_on"]
-    return restored(
-        row["message_id"],
-        row["type"],
-        None if payload is None else _decode(payload),
-        row["source"],
-        row["topic"],
-        row["tenant"],
-        None if headers is None else _decode(headers),
-        None if occurred_at is None else moment_of(occurred_at),
-        row["stream"],
-        row["position"],
-        () if depends_on is None else _decode(depends_on, type=tuple[Position, ...]),
-        row["body"],
-    )
+        seq, lane, Identity.known(identity, consumer, tenant, scope, key), message, now, rank, due, track, behind,
+        None if unmet is None else _unmet_of(unmet), attempts, started, origin, received_at, payload,
+        (record_place, row_place),
+    )  # fmt: skip
 
 
 def _unmet_of(text: str) -> Unmet:

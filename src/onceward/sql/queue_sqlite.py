@@ -14,7 +14,7 @@ import msgspec
 
 from onceward.errors import HandlerEndedTransaction
 from onceward.identity import Identity
-from onceward.message import Message, Position
+from onceward.message import Message, Position, restored
 from onceward.queue import (
     LAST,
     BlockedLine,
@@ -35,7 +35,7 @@ from onceward.queue import (
 from onceward.record import Record, State
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
-from onceward.sql.queue_rows import LaneLine, identity_of, lanes_of, message_of
+from onceward.sql.queue_rows import LaneLine, lanes_of
 from onceward.sql.verbs import discard, moment_of, record_of
 
 Row: TypeAlias = Mapping[str, Any]
@@ -144,7 +144,7 @@ def _in_order(heads: Sequence[Row], tracks: Mapping[str, list[Row]]) -> Iterator
 
 
 def _queued(dialect: Dialect, lane: bytes, row: Row, *, behind: bool) -> Plan[Queued]:
-    identity, message = identity_of(row), message_of(row)
+    identity, message = _identity_of(row), _message_of(row)
     unmet = (yield from _unmet(dialect, identity, message)) if message.depends_on else None
     return Queued(
         seq=row["seq"],
@@ -161,6 +161,29 @@ def _queued(dialect: Dialect, lane: bytes, row: Row, *, behind: bool) -> Plan[Qu
         started=row["started"],
         origin=row["origin"],
         received_at=moment_of(row["received_at"]),
+        payload=row["payload"],
+    )
+
+
+def _identity_of(row: Mapping[str, Any]) -> Identity:
+    return Identity.known(row["identity"], row["consumer"], row["tenant"], row["scope"], row["key"])
+
+
+def _message_of(row: Mapping[str, Any]) -> Message[Any]:
+    payload, headers, occurred_at, depends_on = row["payload"], row["headers"], row["occurred_at"], row["depends_on"]
+    return restored(
+        row["message_id"],
+        row["type"],
+        None if payload is None else msgspec.json.decode(payload),
+        row["source"],
+        row["topic"],
+        row["tenant"],
+        None if headers is None else msgspec.json.decode(headers),
+        None if occurred_at is None else moment_of(occurred_at),
+        row["stream"],
+        row["position"],
+        () if depends_on is None else msgspec.json.decode(depends_on, type=tuple[Position, ...]),
+        row["body"],
     )
 
 

@@ -370,7 +370,7 @@ CREATE FUNCTION onceward_open(by_owner text, claimed uuid[] DEFAULT NULL) RETURN
 -- statement of its own, after onceward_open: in one statement the reading would be as of before the lock.
 --
 -- A row for each message, in the order in which they may run; one for a lane without messages; one for a lane that was
--- claimed for this turn and has to have its own (`claims`).
+-- claimed for this turn and has to have its own (`claims`). What is the same for all is said in the first.
 CREATE FUNCTION onceward_take(most integer, together boolean)
     RETURNS TABLE (
         lane_id bytea, claims integer, first_due timestamptz, xid bigint, now timestamptz,
@@ -441,7 +441,8 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
         -- Nested loops, and the other joins are off: so what comes out is in the order of the arrays.
         RETURN QUERY
         SELECT
-            uuid_send(h.lane), 1, first, txid_current(), clock_timestamp(),
+            uuid_send(h.lane), 1, CASE WHEN nth = 1 THEN first END, CASE WHEN nth = 1 THEN txid_current() END,
+            CASE WHEN nth = 1 THEN clock_timestamp() END,
             coalesce(h.seq, p.seq), coalesce(p.rank, -1), p.track, p.due, coalesce(h.behind, false),
             CASE WHEN r.depends_on IS NOT NULL
                  THEN (SELECT row_to_json(d)::text FROM onceward_unmet(r.consumer, r.tenant, r.depends_on) d) END,
@@ -449,7 +450,7 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
             uuid_send(r.identity), r.consumer, r.tenant, r.scope, r.key, r.message_id, r.type, r.source, r.topic,
             r.origin, r.attempts, r.started, r.payload::text, r.body, r.headers::text, r.received_at, r.occurred_at,
             r.stream, r."position", r.depends_on::text
-        FROM unnest(lanes, seqs, places, behinds) AS h(lane, seq, place, behind)
+        FROM unnest(lanes, seqs, places, behinds) WITH ORDINALITY AS h(lane, seq, place, behind, nth)
         LEFT JOIN onceward_pending p ON p.ctid = h.place
         LEFT JOIN onceward_records r ON r.identity = ANY (ARRAY[CASE WHEN h.seq IS NULL THEN p.identity ELSE h.lane END]);
         IF together AND current_setting('onceward.suspect') <> '{}' THEN
