@@ -137,7 +137,7 @@ def return_instead_of_try_later(patch: pytest.MonkeyPatch) -> None:
 
 
 def acknowledge_a_rolled_back_commit(patch: pytest.MonkeyPatch) -> None:
-    async def commit(self: AsyncpgSession) -> None:
+    async def commit(self: AsyncpgSession, *_trip: str) -> None:
         await self._connection.execute("COMMIT")  # answers ROLLBACK, and nobody looks
 
     patch.setattr(AsyncpgSession, "_commit", commit)

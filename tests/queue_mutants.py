@@ -22,8 +22,8 @@ def closing_says(change: Callable[[TurnClosing], TurnClosing]) -> Patch:
 
     def apply(patch: pytest.MonkeyPatch) -> None:
         def wrongly(close: Any) -> Any:
-            async def closing_wrongly(self: SqlUnit[Any], closing: TurnClosing, **of_all: Any) -> None:
-                await close(self, change(closing), **of_all)
+            async def closing_wrongly(self: SqlUnit[Any], closing: TurnClosing, **of_all: Any) -> Any:
+                return await close(self, change(closing), **of_all)
 
             return closing_wrongly
 

@@ -186,7 +186,7 @@ class WorkContract:
         claims = []
 
         async def reached(point: str) -> None:
-            if point == "before begin_turn":
+            if point in ("before begin_turn", "before close_and_commit"):  # the next claim may ride with it
                 claims.append(time.monotonic())
 
         inbox, handler = await lab.inbox(reached=reached, retry=LATER), Failing(lab, "failed", "a1")
@@ -208,7 +208,7 @@ class WorkContract:
         claims = []
 
         async def reached(point: str) -> None:
-            if point == "before begin_turn":
+            if point in ("before begin_turn", "before close_and_commit"):  # the next claim may ride with it
                 claims.append(time.monotonic())
 
         inbox, gate = await lab.inbox(), Gate(lab)
