@@ -74,6 +74,7 @@ class GuardedConnection(Guard):
         if name in _ENDS_CONNECTION:
             raise UsageError(f"{name}() is not for handlers: the connection belongs to the inbox")
         self.check()
+        self.used = True
         return getattr(self._connection, name)
 
     async def _guarded(self, verb: Coroutine[Any, Any, Any]) -> Any:
@@ -81,6 +82,7 @@ class GuardedConnection(Guard):
         if self._over or self.has_ended:
             verb.close()
             self.check()
+        self.used = True
         self.running += 1
         try:
             return await verb

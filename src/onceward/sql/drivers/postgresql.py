@@ -65,6 +65,8 @@ class Guard:
     """The transaction has, and not by us."""
     _over = False
     _idle: asyncio.Future[None] | None = None
+    used = False
+    """Handlers have said something: it may have to be reset."""
     broken = False
     """A savepoint could not be undone, so nobody knows what would be committed."""
     running = 0
@@ -315,10 +317,12 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         """What is said to end the transaction; and where the next turn begins with it, its token."""
         # 1/0 stops the trip before COMMIT when this is not the transaction that we began.
         stands = f"CASE WHEN {self._token_stands()} THEN {self._riding or 1} ELSE 0 END"
-        trip = f"{self._released}SELECT 1 / {stands}; {self._ending()}"
+        check = f"{self._released}SELECT 1 / {stands}"
         claiming, opening = self._take_riding()
         if claiming is None:
-            return trip, ""
+            return f"{check}; {self._ending()}", ""
+        guard = self._guard
+        trip = f"{check}; {self._ending() if guard is None or guard.used else 'COMMIT'}"
         token, told = _new_token(), inlined if self._known.prepared is None else executing
         return f"{trip}; {_trip(self._beginning(token), claiming, opening, told)}", token
 
