@@ -30,6 +30,7 @@ SECONDS = 60.0
 HOT, COLD, SHARED = 2, 20, 6
 """Streams that get most of the messages, those that get the others, and those that share a lane."""
 MOST_PENDING = 400
+PENDING = "SELECT (SELECT count(*) FROM onceward_pending) + (SELECT count(seq) FROM onceward_lanes)"
 STRANDED = """
     SELECT count(*) FROM onceward_pending p WHERE NOT EXISTS (SELECT FROM onceward_lanes l WHERE l.lane = p.lane)
 """
@@ -43,21 +44,15 @@ class Plan:
         self.next: Counter[str] = Counter()
         self.published: list[Message[Any]] = []
 
-    def message(self, stream: str, **payload: Any) -> Message[Any]:
+    def message(self, stream: str, *, loose: bool = False, **payload: Any) -> Message[Any]:
         self.next[stream] += 1
-        position, needed = self.next[stream], ()
-        if self.published and self.chance.random() < 0.15:
-            recent = self.published[-60:]
+        number, needed = self.next[stream], ()
+        recent = [one for one in self.published[-60:] if one.stream is not None]
+        if recent and self.chance.random() < 0.15:
             causes = [self.chance.choice(recent) for _ in range(self.chance.randint(1, 2))]
             needed = tuple(Position(one.stream or "", one.position or 0) for one in causes if one.stream != stream)
-        message = Message(
-            f"{stream}-{position}",
-            "order.paid",
-            {"n": position} | payload,
-            stream=stream,
-            position=position,
-            depends_on=needed,
-        )
+        place: dict[str, Any] = {} if loose else {"stream": stream, "position": number}
+        message = Message(f"{stream}-{number}", "order.paid", {"n": number} | payload, depends_on=needed, **place)
         self.published.append(message)
         return message
 
@@ -141,9 +136,16 @@ class Race:
             await self._accept(inbox, found, lane="shared")
             await self._accept(inbox, found, lane="shared")
 
+    async def publish_loose(self, one: Inbox[Any], two: Inbox[Any], pool: asyncpg.Pool) -> None:
+        """Messages without a stream, some of which wait for others."""
+        while not self.over.is_set():
+            await self._not_too_many(pool)
+            found = [self.plan.message("loose", loose=True) for _ in range(self.chance.randint(1, 8))]
+            await asyncio.gather(self._accept(one, found), self._accept(two, found[::-1]))
+
     async def _not_too_many(self, pool: asyncpg.Pool) -> None:
         await asyncio.sleep(0.03)
-        while await pool.fetchval("SELECT count(*) FROM onceward_pending") > MOST_PENDING and not self.over.is_set():
+        while await pool.fetchval(PENDING) > MOST_PENDING and not self.over.is_set():
             await asyncio.sleep(0.05)
 
     # --- workers --------------------------------------------------------------------------------------------
@@ -193,6 +195,7 @@ class Race:
                     self.publish("x", one, two, pool),
                     self.publish("y", two, one, pool),
                     self.publish_shared(one, pool),
+                    self.publish_loose(one, two, pool),
                     self.publish_in_transactions(two, pool),
                     self.disturb(),
                 )
@@ -222,7 +225,7 @@ class Race:
 
     async def _finish(self, pool: asyncpg.Pool, patience: float) -> None:
         deadline = time.monotonic() + patience
-        while await pool.fetchval("SELECT count(*) FROM onceward_pending") and time.monotonic() < deadline:
+        while await pool.fetchval(PENDING) and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
 
     async def _audit(self, pool: asyncpg.Pool) -> None:
@@ -235,7 +238,7 @@ class Race:
         last: dict[str, int] = {}
         reordered = []
         for row in rows:
-            if row["position"] <= last.get(row["stream"], 0):
+            if row["stream"] and row["position"] <= last.get(row["stream"], 0):
                 reordered.append(row["id"])
             last[row["stream"]] = row["position"]
         causes = [
