@@ -67,8 +67,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--only", action="append", choices=QUESTIONS, help="only this question; may be repeated")
     parser.add_argument("--quick", action="store_true", help="few and short rounds: a look, not a measurement")
-    parser.add_argument("--rounds", type=count, help="rounds of each stage (11; quick: 3)")
-    parser.add_argument("--seconds", type=seconds, help="of each slice, about (0.25; quick: 0.1)")
+    parser.add_argument("--rounds", type=count, help="rounds of each stage (7; quick: 3)")
+    parser.add_argument("--seconds", type=seconds, help="of each slice, about (0.6; quick: 0.1)")
     parser.add_argument("--known", type=count, help="messages known before (1000000; quick: 100000)")
     parser.add_argument("--out", type=Path, help="where the JSON goes (bench/results/TIME.json)")
     return parser.parse_args(argv)
@@ -87,7 +87,7 @@ def seconds(text: str) -> float:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    rounds, long = (3, 0.1) if options.quick else (11, 0.25)
+    rounds, long = (3, 0.1) if options.quick else (7, 0.6)
     return Plan(options.rounds or rounds, options.seconds or long, warm_up=options.seconds or long)
 
 
