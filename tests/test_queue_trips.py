@@ -246,3 +246,12 @@ async def test_what_was_claimed_ahead_is_given_back_when_a_worker_is_cancelled(
         records = await postgres_lab.query("SELECT attempts, started FROM onceward_records WHERE state = 'accepted'")
         assert records == [(0, 0)]
         assert len(await postgres_lab.effects()) == 4
+
+
+async def test_what_somebody_has_deleted_can_be_accepted_again(postgres_lab: PostgresLab) -> None:
+    async with await postgres_lab.inbox() as inbox:
+        await inbox.accept([message(1), message(2)])
+        await postgres_lab.query("DELETE FROM onceward_records WHERE message_id = 'm1'")
+        await inbox.accept(message(1))
+        assert [_kind(await inbox.dispatch(done)) for _ in range(3)] == ["processed", "processed", None]
+        assert await postgres_lab.query("SELECT lane FROM onceward_lanes") == []

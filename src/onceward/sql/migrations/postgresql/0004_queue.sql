@@ -182,7 +182,9 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
             INSERT INTO onceward_lanes (lane, consumer, tenant, share, run_at, state, seq)
             SELECT identity, of_consumer, tenant, share, greatest(coalesce(not_before, now()), now()),
                    CASE WHEN not_before > now() THEN 'later' ELSE 'ready' END, seq
-            FROM input JOIN inserted USING (identity) WHERE lane_name IS NULL),
+            FROM input JOIN inserted USING (identity) WHERE lane_name IS NULL
+            ON CONFLICT (lane) DO UPDATE   -- of a record that somebody has deleted
+            SET seq = excluded.seq, run_at = excluded.run_at, state = excluded.state),
         kept AS (
             INSERT INTO onceward_pending (seq, identity, lane, rank, track, "position", due)
             SELECT seq, identity, lane, rank, track, "position", not_before
