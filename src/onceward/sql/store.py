@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from datetime import datetime
 from typing import Any, Generic, TypeVar
 
-from onceward.errors import CommitUnknown, HandlerEndedTransaction, StoreError
+from onceward.errors import CommitUnknown, OncewardError
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.queue import Begun, Claiming, KeptLine, LaneClaim, Queued, QueueLine, Share, Taken, TurnClosing, Unmet
@@ -463,8 +463,8 @@ class SqlUnit(Generic[Tx]):
         plan = self._prepared(then)
         try:
             await self.commit()
-        except (StoreError, HandlerEndedTransaction):
-            raise
+        except OncewardError:
+            raise  # nothing was sent, or it is known what became of it
         except Exception as error:
             if not await self._committed(closing.xid, error):
                 raise
