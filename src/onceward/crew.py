@@ -153,11 +153,11 @@ class Crew:
                     leased = await self._claim(unit, step, begun, options, ahead)
                     if step.claimed and not step.told:
                         pace.went(len(step.claimed), len(step.slots), full=step.full, again=step.again)
-                    if ahead is None or ahead.claiming is None or ahead.begun is None:
+                    if ahead is None or ahead.found is None:
                         break
                     self._tell(step.slots)
-                    step, begun, self.last_step = Step(ahead.claiming), ahead.begun, monotonic()
-                    ahead.begun = None
+                    (claiming, begun), ahead.found = ahead.found, None
+                    step, self.last_step = Step(claiming), monotonic()
         except BaseException:
             if leased is not None:
                 await finish(self._put_off(step.claiming.owner, leased))
@@ -198,8 +198,9 @@ class Crew:
         except BaseException:
             if found:
                 await finish(self._give_back(unit, claiming.owner, found[0].claimed))
-            if ahead is not None and ahead.claiming is not None and ahead.begun is not None:
-                await finish(self._give_back(unit, ahead.claiming.owner, ahead.begun.claimed))
+            if ahead is not None and ahead.found is not None:
+                claiming, begun = ahead.found
+                await finish(self._give_back(unit, claiming.owner, begun.claimed))
             raise
 
     async def _leased(self, owner: str, slot: Slot) -> list[Slot]:

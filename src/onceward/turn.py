@@ -81,8 +81,8 @@ class Ahead:
     def __init__(self, ask: Callable[[Turn], Claiming | None]) -> None:
         self.ask = ask
         """How it is to begin. None: it is not."""
-        self.claiming: Claiming | None = None
-        self.begun: Begun | None = None
+        self.found: tuple[Claiming, Begun] | None = None
+        """How it has begun."""
 
 
 class Turn:
@@ -485,7 +485,8 @@ class Turn:
 
     async def _go_on(self, closing: TurnClosing, ahead: Ahead, then: Claiming) -> None:
         """Kept where it is found if we are cancelled."""
-        ahead.claiming, ahead.begun = then, await self._close_and_commit(closing, then)
+        begun = await self._close_and_commit(closing, then)
+        ahead.found = None if begun is None else (then, begun)
 
     def _closing(self) -> TurnClosing:
         done, failed = [], []
