@@ -124,7 +124,7 @@ async def test_a_handler_that_ends_the_savepoint_is_found_out_and_the_worker_goe
 
 
 class Counted:
-    """What is sent to PostgreSQL while it is entered."""
+    """All that is sent to PostgreSQL from now on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[str] = []
@@ -157,9 +157,11 @@ async def run_until(inbox: Inbox[Any], handle: Any, number: int, **options: Any)
     return runs
 
 
+@pytest.mark.parametrize("stream", [None, "s"])
 async def test_turns_that_follow_each_other_need_two_trips_each(
-    postgres_lab: PostgresLab, monkeypatch: pytest.MonkeyPatch
+    postgres_lab: PostgresLab, monkeypatch: pytest.MonkeyPatch, stream: str | None
 ) -> None:
+    """Also when the next message is in the lane that the turn gives back in the same trip."""
     counted, trips = Counted(monkeypatch), list[int]()
 
     async def handle(_message: Message[Any], _tx: Any) -> None:
@@ -167,12 +169,16 @@ async def test_turns_that_follow_each_other_need_two_trips_each(
 
     async with await postgres_lab.inbox() as inbox:
         monkeypatch.setattr("onceward.crew.ROUND", 60.0)
-        await inbox.accept([message(number) for number in range(10)])
+        places = [{} if stream is None else {"stream": stream, "position": number} for number in range(10)]
+        await inbox.accept([message(number, **place) for number, place in enumerate(places)])
         assert len(set(await run_until(inbox, handle, 10))) == 10
     assert [after - before for before, after in pairwise(trips)] == [2] * 9
 
 
-async def test_what_a_handler_sets_in_its_session_is_gone_in_the_next_turn(postgres_lab: PostgresLab) -> None:
+async def test_what_a_handler_sets_in_its_session_is_gone_in_the_next_turn(
+    postgres_lab: PostgresLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onceward.crew.ROUND", 60.0)
     seen: list[tuple[str, int]] = []
 
     async def handle(_message: Message[Any], tx: Any) -> None:

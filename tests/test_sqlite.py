@@ -44,12 +44,21 @@ async def test_a_slow_neighbour_makes_others_try_later(sqlite_lab: SqliteLab) ->
     assert (await inbox.process(sqlite_lab.message("quick"), Recorder(sqlite_lab))).processed
 
 
-async def test_many_units_share_one_commit(sqlite_lab: SqliteLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox, commits = await sqlite_lab.inbox(), []
+def commits_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the thread that commits has said since."""
+    commits: list[str] = []
     original = sqlite_writer.Writer._execute
-    monkeypatch.setattr(
-        sqlite_writer.Writer, "_execute", lambda self, sql: (commits.append(sql), original(self, sql))[1]
-    )
+
+    def execute(self: sqlite_writer.Writer, sql: str) -> None:
+        commits.append(sql)
+        original(self, sql)
+
+    monkeypatch.setattr(sqlite_writer.Writer, "_execute", execute)
+    return commits
+
+
+async def test_many_units_share_one_commit(sqlite_lab: SqliteLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox, commits = await sqlite_lab.inbox(), commits_of(monkeypatch)
     jobs = [inbox.process(sqlite_lab.message(f"{n:03}"), Recorder(sqlite_lab)) for n in range(250)]
     assert all(outcome.processed for outcome in await asyncio.gather(*jobs))
     assert 3 <= len(commits) <= 100, "groups of up to a hundred, not one commit each"
@@ -60,11 +69,7 @@ async def test_who_is_acknowledged_together_comes_again_together(
     sqlite_lab: SqliteLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_writer, "AGE", 60.0)  # whatever the machine is doing
-    inbox, commits = await sqlite_lab.inbox(), []
-    original = sqlite_writer.Writer._execute
-    monkeypatch.setattr(
-        sqlite_writer.Writer, "_execute", lambda self, sql: (commits.append(sql), original(self, sql))[1]
-    )
+    inbox, commits = await sqlite_lab.inbox(), commits_of(monkeypatch)
 
     async def worker(name: str) -> None:
         for n in range(5):
@@ -79,11 +84,7 @@ async def test_a_commit_does_not_begin_while_somebody_is_about_to_have_a_turn(
     sqlite_lab: SqliteLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_writer, "AGE", 60.0)  # whatever the machine is doing
-    inbox, commits = await sqlite_lab.inbox(), []
-    original = sqlite_writer.Writer._execute
-    monkeypatch.setattr(
-        sqlite_writer.Writer, "_execute", lambda self, sql: (commits.append(sql), original(self, sql))[1]
-    )
+    inbox, commits = await sqlite_lab.inbox(), commits_of(monkeypatch)
 
     def deliver(id_: str) -> asyncio.Future[Any]:
         return asyncio.ensure_future(inbox.process(sqlite_lab.message(id_), Recorder(sqlite_lab)))

@@ -380,14 +380,14 @@ class SqlUnit(Generic[Tx]):
             )
             sound = [claim.lane for claim in claims if claim.claims == 1]
             return Begun(sound, [claim.lane for claim in claims if claim.claims > 1])
-        plan = self._prepared(claiming)
+        plan = self._plan_turn(claiming)
         try:
-            return await self._found(await self._opened(plan))
+            return await self._unless_empty(await self._opened(plan))
         except Exception:
-            await self._forget_claimed(claiming.owner)
+            await self._give_up_claim(claiming.owner)
             raise
 
-    def _prepared(self, claiming: Claiming) -> Plan[Begun]:
+    def _plan_turn(self, claiming: Claiming) -> Plan[Begun]:
         """The claim and the opening ride with the next BEGIN; what is left to do is this."""
         session: Any = self._session
         marks = self._driver.marks  # type: ignore[attr-defined]
@@ -397,12 +397,12 @@ class SqlUnit(Generic[Tx]):
         plan: Plan[Begun] = self._queue.take_claimed(self._dialect, claiming, marks)
         return plan
 
-    async def _found(self, begun: Begun) -> Begun:
+    async def _unless_empty(self, begun: Begun) -> Begun:
         if not begun.lanes:
             await self.rollback()
         return begun
 
-    async def _forget_claimed(self, owner: str) -> None:
+    async def _give_up_claim(self, owner: str) -> None:
         await self.rollback()
         with suppress(Exception):  # the claim is over in a moment; what went wrong first is what to tell
             await self._at_once(self._queue.release_claimed(self._dialect, owner))
@@ -460,7 +460,7 @@ class SqlUnit(Generic[Tx]):
         if then is None or not self.goes_on:
             await self.commit()
             return None
-        plan = self._prepared(then)
+        plan = self._plan_turn(then)
         try:
             await self.commit()
         except OncewardError:
@@ -468,14 +468,14 @@ class SqlUnit(Generic[Tx]):
         except Exception as error:
             if not await self._committed(closing.xid, error):
                 raise
-            await self._forget_claimed(then.owner)
+            await self._give_up_claim(then.owner)
             return None
         try:
             begun = await self._say(plan)
             self._placed = self._unused = True
-            return await self._found(begun)
+            return await self._unless_empty(begun)
         except Exception:  # noqa: BLE001 - what was committed stands; who begins the next turn will hear of it
-            await self._forget_claimed(then.owner)
+            await self._give_up_claim(then.owner)
             return None
 
     async def _committed(self, xid: str | None, error: Exception) -> bool:

@@ -21,6 +21,7 @@ class GuardedConnection(Guard):
     whether the transaction still stands, and when it does not, HandlerEndedTransaction is raised.
     """
 
+    used = False
     _savepoints = 0
 
     def __init__(self, connection: asyncpg.Connection) -> None:

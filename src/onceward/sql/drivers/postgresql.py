@@ -65,8 +65,8 @@ class Guard:
     """The transaction has, and not by us."""
     _over = False
     _idle: asyncio.Future[None] | None = None
-    used = False
-    """Handlers have said something: it may have to be reset."""
+    used = True
+    """Handlers may have said something that has to be reset. A driver that knows better says so."""
     broken = False
     """A savepoint could not be undone, so nobody knows what would be committed."""
     running = 0

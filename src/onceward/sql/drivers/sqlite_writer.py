@@ -221,7 +221,7 @@ class Writer:
         outer = self._turn_around()
         if self._crowded or self._coming:
             # Those who come together first do all that comes before their turns, and then have their turns one after
-            # another. Mixed, our code and SQLite's drive each other out of the processor's caches, which costs a tenth.
+            # another. Mixed, our code and SQLite's drive each other out of the processor's caches.
             self._coming += 1
             try:
                 await asyncio.sleep(0)
