@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from onceward import attempt, codec, identity, settle, together
+from onceward import attempt, codec, identity, intake, settle, together, work
 from onceward.errors import TryLater
 from onceward.identity import Identity
 from onceward.inbox import Inbox
@@ -115,7 +115,8 @@ def identity_without(part: int) -> Patch:
     original = identity.digest
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(identity, "digest", lambda *parts: original(*parts[:part], *parts[part + 1 :]))
+        for module in (identity, intake):
+            patch.setattr(module, "digest", lambda *parts: original(*parts[:part], *parts[part + 1 :]))
 
     return apply
 
@@ -304,9 +305,9 @@ def a_look_answers_new(patch: pytest.MonkeyPatch) -> None:
         looked.add(True)
         return await original(self, identities)
 
-    async def claim_many(self: SqlUnit[Any], claims: Any, **of_all: Any) -> set[bytes]:
+    async def claim_many(self: SqlUnit[Any], claims: Any, common: Any) -> set[bytes]:
         if not looked:
-            return await claim(self, claims, **of_all)
+            return await claim(self, claims, common)
         await self._session.begin()
         return {bytes.fromhex(one.identity) for one in claims}
 
@@ -314,6 +315,16 @@ def a_look_answers_new(patch: pytest.MonkeyPatch) -> None:
     original, claim = SqlUnit.look_done, SqlUnit.claim_many
     patch.setattr(SqlUnit, "look_done", look_done)
     patch.setattr(SqlUnit, "claim_many", claim_many)
+
+
+def the_first_of_a_batch_speaks_for_all(patch: pytest.MonkeyPatch) -> None:
+    def common_to_many(one: Work) -> Any:
+        said.append(original(one))
+        return said[0]
+
+    said: list[Any] = []
+    original = work._common_to_many
+    patch.setattr(work, "_common_to_many", common_to_many)
 
 
 def a_claimed_position_counts_as_run(patch: pytest.MonkeyPatch) -> None:
@@ -451,6 +462,12 @@ MUTANTS = [
         "test_a_message_that_waits_for_its_next_try_stops_its_lane_only",
     ),
     Mutant("batch: a look answers new", a_look_answers_new, "test_a_look_before_the_claim_never_answers_new"),
+    Mutant(
+        "batch: the first speaks for all",
+        the_first_of_a_batch_speaks_for_all,
+        "test_a_batch_keeps_everything_that_a_single_message_keeps",
+        {"alike": False},
+    ),
     Mutant(
         "batch: a claimed position counts as run",
         a_claimed_position_counts_as_run,

@@ -16,7 +16,7 @@ import msgspec
 from onceward import codec, keys, lanes
 from onceward.errors import HandlerNotFound, PayloadTooLarge, Reject
 from onceward.handlers import Handler, Router, handler_of
-from onceward.identity import Identity
+from onceward.identity import Identity, digest
 from onceward.keys import Key, KeyLike
 from onceward.lanes import Lane
 from onceward.message import Message
@@ -160,15 +160,20 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
         consumer, tenant, scope, has_tenants = self.consumer, self.tenant, strategy.scope, self.has_tenants
         raises = self.raise_on_mismatch if raise_on_mismatch is None else raise_on_mismatch
         host, record_duration, seen_before = self.host, self.record_duration, self.seen_before
+        is_plain, most = self.fingerprint is None, self.max_payload
 
         def make(message: Message[Any], origin: str | None, identity: Identity | None = None) -> Work:
             """InvalidMessage: it cannot be kept."""
             if identity is None:
                 taken = message.id if by_id else keys.check(strategy(message))  # an id was checked with its message
-                identity = Identity(consumer, tenant(message), scope(message), taken)
+                whose, within = tenant(message), scope(message)
+                identity = Identity(consumer, whose, within, taken, digest(consumer, whose, within, taken))
             payload = None if message.payload is None else codec.encode(message.payload)
             headers = codec.encode(dict(message.headers), "headers") if message.headers else None
-            payload_hash = self._payload_hash(message, payload)
+            if is_plain and payload is not None and message.body is None and len(payload) <= most:
+                payload_hash = sha256(payload).digest()  # as nearly always
+            else:
+                payload_hash = self._payload_hash(message, payload)
             if has_tenants and message.tenant != identity.tenant:
                 # What the strategy found is the message's tenant, for on_begin and for the handler too.
                 message = msgspec.structs.replace(message, tenant=identity.tenant)

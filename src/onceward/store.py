@@ -85,21 +85,35 @@ class ClaimLine(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """16 bytes as hex."""
     lock: int
     """The first 8 of them as a number, for databases that lock numbers."""
-    tenant: str
-    scope: str
     key: str
-    type: str
+    payload_hash: bytes | None = None
     message_id: str | None = None
     """Where it is not the key."""
-    source: str = ""
-    topic: str = ""
     origin: str | None = None
-    payload_hash: bytes | None = None
-    handler: str | None = None
     occurred_at: datetime | None = None
     stream: str | None = None
     position: int | None = None
     keep_ms: int | None = None
+    # Where they are the same for all of a claim, `Claimed` says them instead.
+    tenant: str | None = None
+    scope: str | None = None
+    type: str | None = None
+    source: str | None = None
+    topic: str | None = None
+    handler: str | None = None
+
+
+class Claimed(msgspec.Struct, frozen=True, gc=False):
+    """What many claims of one statement have in common. None: each line says its own."""
+
+    consumer: str
+    host: str
+    tenant: str | None = None
+    scope: str | None = None
+    type: str | None = None
+    source: str | None = None
+    topic: str | None = None
+    handler: str | None = None
 
 
 class Closing(msgspec.Struct, frozen=True, gc=False):
@@ -172,7 +186,7 @@ class Unit(Protocol[Tx_co]):
     def stands(self) -> bool:
         """As far as is known without asking the database: the transaction is open, and nobody has ended it."""
 
-    async def claim_many(self, claims: Sequence[ClaimLine], *, consumer: str, host: str) -> set[bytes]:
+    async def claim_many(self, claims: Sequence[ClaimLine], common: Claimed) -> set[bytes]:
         """Begin, and insert the records in their order. That is the order of identities: so two batches that share
         messages cannot wait for each other. The digests of those that are new and ours; the others exist, or
         another transaction has them."""

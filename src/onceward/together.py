@@ -37,7 +37,7 @@ from onceward.outcome import Kind, Outcome, Verdict
 from onceward.record import Decision, Record, decide
 from onceward.shield import finish
 from onceward.store import Closing, Conflict, Done, Found, Unit
-from onceward.work import Work
+from onceward.work import Work, claims_of
 
 Place = tuple[str, str, int]
 
@@ -169,10 +169,9 @@ class Segment:
         """Those whose tries are used up come back: they are for the single path."""
         slots = self._slots
         in_order = sorted(slots, key=BY_DIGEST)
-        one = slots[0].work
-        claims = [slot.work.line(slot.digest) for slot in in_order]
+        claims, common = claims_of([slot.work for slot in in_order])
         began = perf_counter()
-        self._new = new = await self._unit.claim_many(claims, consumer=one.identity.consumer, host=one.host)
+        self._new = new = await self._unit.claim_many(claims, common)
         self._claimed_within = timedelta(seconds=perf_counter() - began, milliseconds=1)
         if len(new) == len(slots):
             return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from struct import Struct
 from typing import Any
@@ -17,7 +17,7 @@ from onceward.message import Message
 from onceward.record import Record, State
 from onceward.retention import milliseconds
 from onceward.retry import RetryPolicy
-from onceward.store import ClaimLine
+from onceward.store import Claimed, ClaimLine
 
 _FIRST_8 = Struct(">q").unpack_from
 """As a signed number: that of its advisory lock."""
@@ -70,28 +70,6 @@ class Work(msgspec.Struct, frozen=True, gc=False):
             position=message.position,
         )
 
-    def line(self, digest: bytes) -> ClaimLine:
-        """The same as a line of a claim of many; `digest` is that of its identity."""
-        message, identity, key = self.message, self.identity, self.identity.key
-        return ClaimLine(
-            digest.hex(),
-            _FIRST_8(digest)[0],
-            identity.tenant,
-            identity.scope,
-            key,
-            message.type,
-            None if message.id == key else message.id,
-            message.source,
-            message.topic,
-            self.origin,
-            self.payload_hash,
-            self.handler.shape.name,
-            message.occurred_at,
-            message.stream,
-            message.position,
-            None if self.retention is None else milliseconds(self.retention),
-        )
-
     def whole(self, duration_ms: float | None = None) -> Record:
         """The record with all of the message, so that it can be run again without its broker."""
         message = self.message
@@ -116,3 +94,41 @@ class Work(msgspec.Struct, frozen=True, gc=False):
             return codec.encode(self.message.payload) == self.payload
         except PayloadInvalid:  # the handler put something into it that is no JSON
             return False
+
+
+def claims_of(works: Sequence[Work]) -> tuple[list[ClaimLine], Claimed]:
+    """The drafts of many as the lines of one claim, and what they have in common."""
+    rows = [_common_to_many(work) for work in works]
+    common = [column[0] if column.count(column[0]) == len(rows) else None for column in zip(*rows, strict=True)]
+    if None not in common:
+        lines = [_line(work) for work in works]
+    else:
+        lines = [
+            _line(work, *[None if said is not None else own for own, said in zip(row, common, strict=True)])
+            for work, row in zip(works, rows, strict=True)
+        ]
+    return lines, Claimed(works[0].identity.consumer, works[0].host, *common)
+
+
+def _common_to_many(work: Work) -> tuple[str, str, str, str, str, str]:
+    """What most messages of a batch have in common, as `Claimed` says it."""
+    message, identity = work.message, work.identity
+    return identity.tenant, identity.scope, message.type, message.source, message.topic, work.handler.shape.name
+
+
+def _line(work: Work, *own: str | None) -> ClaimLine:
+    message, identity = work.message, work.identity
+    digest, key = identity.digest, identity.key
+    return ClaimLine(
+        digest.hex(),
+        _FIRST_8(digest)[0],
+        key,
+        work.payload_hash,
+        None if message.id == key else message.id,
+        work.origin,
+        message.occurred_at,
+        message.stream,
+        message.position,
+        None if work.retention is None else milliseconds(work.retention),
+        *own,
+    )

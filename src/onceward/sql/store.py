@@ -21,7 +21,19 @@ from onceward.sql.driver import Driver, Session
 from onceward.sql.joined import joined
 from onceward.sql.plan import Plan, Result, Statement, inlined, run
 from onceward.stats import QueueStats, Stats
-from onceward.store import Begin, ClaimLine, Closing, Done, Ended, Features, Found, InFlight, Sweepable, SweptBatch
+from onceward.store import (
+    Begin,
+    Claimed,
+    ClaimLine,
+    Closing,
+    Done,
+    Ended,
+    Features,
+    Found,
+    InFlight,
+    Sweepable,
+    SweptBatch,
+)
 
 Tx = TypeVar("Tx")
 T = TypeVar("T")
@@ -308,8 +320,8 @@ class SqlUnit(Generic[Tx]):
     def stands(self) -> bool:
         return self._session.stands
 
-    async def claim_many(self, claims: Sequence[ClaimLine], *, consumer: str, host: str) -> set[bytes]:
-        return await self._start(verbs.claim_many(self._dialect, claims, consumer, host))
+    async def claim_many(self, claims: Sequence[ClaimLine], common: Claimed) -> set[bytes]:
+        return await self._start(verbs.claim_many(self._dialect, claims, common))
 
     async def find_done(self, identities: Sequence[Identity]) -> dict[bytes, Done]:
         return await self._say(verbs.find_done(self._dialect, identities))

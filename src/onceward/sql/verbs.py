@@ -17,7 +17,7 @@ from onceward.retention import milliseconds
 from onceward.sql.catalog import Migration, migrations
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
-from onceward.store import ClaimLine, Closing, Done, Found
+from onceward.store import Claimed, ClaimLine, Closing, Done, Found
 
 
 def claim(dialect: Dialect, record: Record) -> Statement:
@@ -130,17 +130,18 @@ class _Closing(msgspec.Struct, gc=False):
     duration_ms: float | None
 
 
-def claim_many(dialect: Dialect, claims: Sequence[ClaimLine], consumer: str, host: str) -> Plan[set[bytes]]:
+def claim_many(dialect: Dialect, claims: Sequence[ClaimLine], common: Claimed) -> Plan[set[bytes]]:
     """They come sorted by identity. The digests of those that are new."""
-    of_all = {"consumer": consumer, "host": host}
+    said_once = msgspec.structs.asdict(common)
     if dialect.sets:
-        result = yield dialect("claim_many", {"claims": msgspec.json.encode(claims).decode(), **of_all})
+        result = yield dialect("claim_many", {"claims": msgspec.json.encode(claims).decode(), **said_once})
         digests: bytes = result.rows[0]["digests"] or b""
         return {digests[at : at + 16] for at in range(0, len(digests), 16)}
     new = set()
+    said_once = {name: value for name, value in said_once.items() if value is not None}
     for claim in claims:
         digest = bytes.fromhex(claim.identity)
-        inserted = yield dialect("claim", msgspec.structs.asdict(claim) | of_all | {
+        inserted = yield dialect("claim", msgspec.structs.asdict(claim) | said_once | {
             "identity": dialect.digest(digest),
             "message_id": claim.message_id or claim.key,
             "occurred_at": None if claim.occurred_at is None else dialect.moment(claim.occurred_at),

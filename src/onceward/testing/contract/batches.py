@@ -129,18 +129,24 @@ class BatchContract:
         expected = sorted(messages, key=lambda message: inbox.identity_of(message).digest)
         assert [row[0] for row in rows] == [message.id for message in expected]
 
-    async def test_a_batch_keeps_everything_that_a_single_message_keeps(self, lab: Lab) -> None:
+    @pytest.mark.parametrize("alike", [False, True])
+    async def test_a_batch_keeps_everything_that_a_single_message_keeps(self, lab: Lab, alike: bool) -> None:
         inbox = await lab.inbox(record_duration=True)
         fields: dict[str, Any] = {
             "source": "shop's \\ \"one\"", "topic": "kafka://orders/7", "stream": "order-1", "position": 7,
             "tenant": "a\tcme",
         }  # fmt: skip
-        messages = [lab.message(f"ü{number}\u2028'%s:x", **fields | {"position": number}) for number in range(2)]
+        messages = [lab.message(f"ü{number}\u2028'%s:x", **fields | {"position": number}) for number in range(3)]
+        other = messages[2] if alike else lab.message(source="", topic="", type="order.sent")
         await inbox.process(messages[0], Recorder(lab), origin="orders/0/7")
-        await inbox.process_many([messages[1], lab.message()], Recorder(lab), origins=["orders/0/7", None])
-        single, batched = [await inbox.get_record(message) for message in messages]
+        await inbox.process_many([messages[1], other], Recorder(lab), origins=["orders/0/7", None])
+        single, batched, beside = [await inbox.get_record(message) for message in (*messages[:2], other)]
         assert single is not None
         assert batched is not None
+        assert beside is not None
+        assert (beside.tenant, beside.type, beside.source, beside.topic, beside.origin) == (
+            "a\tcme" if alike else "default", other.type, other.source, other.topic, None,
+        )  # fmt: skip
         for name in ("scope", "tenant", "type", "source", "topic", "origin", "state", "attempts", "started", "stream"):
             assert getattr(batched, name) == getattr(single, name), name
         assert (batched.message_id, batched.position, batched.key) == (messages[1].id, 1, messages[1].id)
