@@ -63,6 +63,7 @@ async def loops(place: Yard, *, write: bool) -> AsyncGenerator[Stage, None]:
             *_of_peer(them, PEER, floors[:1], write=write, about=300),
             *_of_peer(other, "pgqueuer", floors, write=write, about=1000),
             *_of_peer(other, "pgqueuer, 100", floors, write=write, batch=BATCH, about=2000),
+            running("onceward, dispatch()", ours, floors, write=write, about=500, runs=ours.run_by_dispatch),
             running("onceward, batch=1", ours, floors, write=write, batch=1, about=500),
             running("onceward", ours, (*floors, "by hand, 100"), write=write, about=fast),
             running("onceward, streams", ours, floors, write=write, make=of_streams, about=fast),

@@ -43,6 +43,11 @@ class OncewardQueue:
         size = {} if batch is None else {"batch": batch}
         await self.inbox.run(_handler(work), stop=stop, concurrency=workers, **size)
 
+    async def run_by_dispatch(self, tally: Tally, stop: asyncio.Event) -> None:
+        """A loop of one's own, around `dispatch`."""
+        while not stop.is_set():
+            await self.inbox.dispatch(_handler(tally.work))
+
     async def run_bulk(self, tally: Tally, stop: asyncio.Event, *, write: bool, workers: int = 1) -> None:
         """One handler for the list."""
 

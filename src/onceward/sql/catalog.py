@@ -47,7 +47,7 @@ _SINCE = re.compile(r"^-- since: (\d+)$", re.MULTILINE)
 _BODY = re.compile(r"\$\$(.*)\$\$", re.DOTALL)
 # A comment, a text, a body: what is in them ends no statement. Or the end of one.
 _PARTS = re.compile(r"--[^\n]*|'[^']*'|\$\$.*?\$\$|;", re.DOTALL)
-_KIND = r"(TABLE|INDEX|SEQUENCE|FUNCTION|TRIGGER)"
+_KIND = r"(TABLE|INDEX|SEQUENCE|FUNCTION|PROCEDURE|TRIGGER)"
 _CREATE = re.compile(rf"CREATE (?:OR REPLACE )?(?:UNIQUE )?(?:CONSTRAINT )?{_KIND} (?:IF NOT EXISTS )?(\w+)")
 _DROP = re.compile(rf"DROP {_KIND} (?:IF EXISTS )?(\w+)")
 _ADD = re.compile(r"ALTER TABLE (\w+) ADD COLUMN (\w+)")
@@ -71,13 +71,18 @@ def made(dialect: str, version: int | None = None) -> tuple[Made, ...]:
     there: dict[tuple[str, str], Made] = {}
     for statement in all_statements(dialect, version):
         if found := _CREATE.match(statement):
-            kind, name = found[1].lower(), found[2]
+            kind, name = _kind(found), found[2]
             there[kind, name] = Made(kind, name, statement, columns_of(statement) if kind == "table" else ())
         elif found := _DROP.match(statement):
-            there.pop((found[1].lower(), found[2]), None)
+            there.pop((_kind(found), found[2]), None)
         elif (found := _ADD.match(statement)) and (table := there.get(("table", found[1]))):
             there["table", found[1]] = msgspec.structs.replace(table, columns=(*table.columns, found[2]))
     return tuple(there.values())
+
+
+def _kind(found: re.Match[str]) -> str:
+    """A procedure is a function that is said by CALL."""
+    return found[1].lower().replace("procedure", "function")
 
 
 def added_columns(dialect: str, table: str) -> dict[str, str]:

@@ -103,10 +103,6 @@ class InboxRecord(_Base):
     """One row of `onceward_records`, to be read: `select(InboxRecord).where(InboxRecord.state == "dead")`."""
 
     __tablename__ = "onceward_records"
-    __table_args__ = (
-        # Of the table: one of a column is left behind by to_metadata.
-        sa.CheckConstraint("state IN ('accepted', 'running', 'processed', 'failed', 'dead', 'discarded')"),
-    )
 
     identity: Mapped[UUID] = mapped_column(_Identity, primary_key=True)
     consumer: Mapped[str] = mapped_column(sa.Text)
@@ -188,7 +184,6 @@ LANES = sa.Table(
     sa.Column("claims", sa.Integer, nullable=False, server_default="0"),
     _id("blocker", nullable=True),
     _long("seq", nullable=True),
-    sa.CheckConstraint("state IN ('ready', 'running', 'retrying', 'later', 'waiting', 'blocked')"),
 )
 PENDING = sa.Table(
     "onceward_pending",

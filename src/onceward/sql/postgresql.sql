@@ -412,18 +412,18 @@ SELECT * FROM onceward_take(:most::int, :together::boolean)
 -- name: queue_hold
 SELECT uuid_send(lane) AS lane FROM unnest(onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[])) lane
 
--- Said without parameters, in the trip of COMMIT: the function says what its arguments are.
+-- Said without parameters, in the trip of COMMIT: the procedure says what its arguments are.
 -- name: queue_close_at_commit
-SELECT (onceward_close(
-    :consumer, :host, :owner, :lone, :positions, :ends, :failed, :blocked, :behind, :seqs, :identities, :handlers,
-    :results, :durations, :keeps, :starts, :records, :rows) = 0)::int
+CALL onceward_close(
+    :token, :consumer, :host, :owner, :lone, :positions, :ends, :failed, :blocked, :behind, :seqs, :identities,
+    :handlers, :results, :durations, :keeps, :starts, :records, :rows)
 
 -- name: queue_close
-SELECT onceward_close(
-    :consumer::text, :host::text, :owner::text, :lone::boolean, :positions::boolean, :ends::text::json, :failed::text::json,
+CALL onceward_close(
+    NULL, :consumer::text, :host::text, :owner::text, :lone::boolean, :positions::boolean, :ends::text::json, :failed::text::json,
     :blocked::text::json, :behind::text::json, :seqs::text::bigint[], :identities::text::uuid[], :handlers::text::text[],
     :results::text::text[], :durations::text::float8[], :keeps::text::bigint[], :starts::text::integer[],
-    :records::text::tid[], :rows::text::tid[]) AS missing
+    :records::text::tid[], :rows::text::tid[])
 
 -- name: queue_release
 UPDATE onceward_lanes

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from onceward.errors import HandlerEndedTransaction
 from onceward.identity import Identity, digest
 from onceward.queue import (
     Begun,
@@ -141,14 +140,12 @@ def opening(dialect: Dialect, owner: str, lanes: Sequence[bytes] | None = None) 
 
 
 def closing(dialect: Dialect, closing: TurnClosing, consumer: str, host: str) -> Statement:
-    """To be said with COMMIT: 1, or 0 when a message is gone."""
+    """To be said with COMMIT. `token` is still to be filled in."""
     return dialect("queue_close_at_commit", _closing(closing, consumer, host))
 
 
 def close_lanes(dialect: Dialect, closing: TurnClosing, consumer: str, host: str) -> Plan[None]:
-    result = yield dialect("queue_close", _closing(closing, consumer, host))
-    if result.rows[0]["missing"]:
-        raise HandlerEndedTransaction("a message is gone: a handler removed it, or changed where tables are found")
+    yield dialect("queue_close", _closing(closing, consumer, host))
 
 
 def _closing(closing: TurnClosing, consumer: str, host: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -152,5 +153,5 @@ def _left_out(dialect: str, found: Mapping[tuple[str, str], str | None]) -> list
             continue
         if there and one.kind == "trigger":
             left_out.append(f"DROP TRIGGER {one.name}")
-        left_out.append(one.sql.replace("CREATE FUNCTION", "CREATE OR REPLACE FUNCTION", 1))
+        left_out.append(re.sub(r"^CREATE (FUNCTION|PROCEDURE)", r"CREATE OR REPLACE \1", one.sql))
     return left_out + [statement for statement in all_statements(dialect) if statement.startswith("DO ")]

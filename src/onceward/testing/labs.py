@@ -36,7 +36,7 @@ class SqlLab(Lab):
         for kind in ("table", "sequence", "function"):
             for one in made(self.dialect):
                 if one.kind == kind:
-                    await self.query(f"DROP {kind} IF EXISTS {one.name}{cascade}")
+                    await self.query(f"DROP {kind.replace('function', 'routine')} IF EXISTS {one.name}{cascade}")
         await self.query("DROP TABLE onceward_schema")
         if version:
             for statement in statements(schema(self.dialect, version), triggers=self.dialect == "sqlite"):

@@ -45,6 +45,8 @@ _ABORTED = "25P02"
 _DIVISION_BY_ZERO = "22012"
 _NO_SAVEPOINT = {"3B001", "25P01"}
 _NO_STATEMENT = "26000"
+_GONE = "OW001"
+"""Of our own: what is to be written down is not there, or this is not our transaction."""
 _STATEMENT_EXISTS = "42P05"
 _AWAY = ("08", "57P")  # connection exceptions; shutdown, crash, cannot connect now
 
@@ -301,13 +303,13 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         return self.to_its_end(self._commit(trip, token))
 
     def ride(self, statement: Statement, *, after: bool) -> None:
-        """Say it in the trip of COMMIT, before it. It gives a number, and 0 stops the trip.
+        """Say it in the trip of COMMIT, before it. It looks at our token itself, and an error stops the trip.
 
         A row that was locked before a savepoint and deleted `after` it has two owners, and PostgreSQL would read over
         it until VACUUM. So the savepoint ends first.
         """
         self._released = "RELEASE onceward_turn; " if after else ""
-        self._riding = f"({inlined(statement)})"
+        self._riding = inlined(Statement(statement.sql, {**statement.params, "token": self._token}))
 
     def _refuse_left_behind(self) -> NoReturn:
         self._abandon()
@@ -316,13 +318,12 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
     def _last_trip(self) -> tuple[str, str]:
         """What is said to end the transaction; and where the next turn begins with it, its token."""
         # 1/0 stops the trip before COMMIT when this is not the transaction that we began.
-        stands = f"CASE WHEN {self._token_stands()} THEN {self._riding or 1} ELSE 0 END"
-        check = f"{self._released}SELECT 1 / {stands}"
+        check = self._riding or f"SELECT 1 / CASE WHEN {self._token_stands()} THEN 1 ELSE 0 END"
+        guard = self._guard
+        trip = f"{self._released}{check}; {self._ending() if guard is None or guard.used else 'COMMIT'}"
         claiming, opening = self._take_riding()
         if claiming is None:
-            return f"{check}; {self._ending()}", ""
-        guard = self._guard
-        trip = f"{check}; {self._ending() if guard is None or guard.used else 'COMMIT'}"
+            return trip, ""
         token, told = _new_token(), inlined if self._known.prepared is None else executing
         return f"{trip}; {_trip(self._beginning(token), claiming, opening, told)}", token
 
@@ -331,7 +332,7 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
             tag = await self._send(trip)
         except Exception as error:
             state = getattr(error, "sqlstate", None)
-            if state == _DIVISION_BY_ZERO or state in _NO_SAVEPOINT:
+            if state in {_DIVISION_BY_ZERO, _GONE} or state in _NO_SAVEPOINT:
                 raise HandlerEndedTransaction from error
             if state == _ABORTED:
                 raise CommitNotApplied from error
@@ -387,6 +388,9 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
             return StoreReadOnly(f"PostgreSQL is read-only ({error}). Point the inbox at the primary.")
         if state == _ABORTED:
             return CommitNotApplied()
+        if state == _GONE:
+            text = "a message is gone: a handler removed it, or changed where tables are found"
+            return HandlerEndedTransaction(text)
         if state in _NO_SAVEPOINT:
             return HandlerEndedTransaction("a handler has ended the savepoint of its turn")
         if lost or state.startswith(_AWAY) or isinstance(error, OSError):
@@ -431,7 +435,8 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
     def _terminate(self) -> None: ...
 
     def _ending(self) -> str:
-        """COMMIT, and what may ride with it. It is reached only by a transaction that is alive."""
+        """COMMIT, and what may ride with it when handlers have used the connection. It is reached only by a
+        transaction that is alive."""
         return "COMMIT"
 
     def _committed(self) -> None:
