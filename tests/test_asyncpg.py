@@ -15,7 +15,7 @@ import pytest
 
 from onceward import Inbox, Message, RetryPolicy, StoreReadOnly, StoreUnavailable, TryLater
 from onceward.asyncpg import AsyncpgStore
-from onceward.errors import UsageError
+from onceward.errors import HandlerEndedTransaction, UsageError
 from onceward.testing import PostgresLab, Proxy
 from onceward.testing.lab import Gate, Recorder
 from tests.services.postgres import free_port
@@ -361,6 +361,56 @@ async def test_a_task_left_on_the_connection_does_not_hang_the_inbox(postgres_la
         await asyncio.wait_for(inbox.process(message, leaving), 5)
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (await inbox.process(message, Recorder(postgres_lab))).processed, "the server has noticed"
+
+
+async def test_a_statement_that_nobody_awaits_is_refused(postgres_lab: PostgresLab) -> None:
+    """With parameters nothing is put around it, and it may start when the transaction is over."""
+    kept = []
+
+    async def forgetful(message: Message[Any], tx: asyncpg.Connection) -> None:
+        kept.append(tx.execute("SELECT $1::int", 1))
+
+    inbox, message = await postgres_lab.inbox(), postgres_lab.message()
+    with pytest.raises(UsageError, match="left behind"):
+        await inbox.process(message, forgetful)
+    with pytest.raises(asyncpg.InterfaceError):
+        await kept[0]
+    assert (await inbox.process(message, Recorder(postgres_lab))).processed
+
+
+async def test_the_first_of_two_statements_at_once_is_not_forgotten(postgres_lab: PostgresLab) -> None:
+    tasks = []
+
+    async def leaving(message: Message[Any], tx: asyncpg.Connection) -> None:
+        tasks.append(asyncio.ensure_future(tx.execute("SELECT pg_sleep($1)", 60)))
+        await asyncio.sleep(0)
+        with pytest.raises(asyncpg.InterfaceError, match="in progress"):
+            await tx.fetchval("SELECT $1::int", 1)
+
+    inbox, message = await postgres_lab.inbox(), postgres_lab.message()
+    with pytest.raises(UsageError, match="left behind"):
+        await asyncio.wait_for(inbox.process(message, leaving), 5)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (await inbox.process(message, Recorder(postgres_lab))).processed
+
+
+async def test_a_statement_after_the_end_of_the_transaction_is_refused_with_parameters_too(
+    postgres_lab: PostgresLab,
+) -> None:
+    taken = []
+
+    async def keeping(message: Message[Any], tx: asyncpg.Connection) -> None:
+        taken.append(tx)
+        await (await tx.prepare("ROLLBACK")).fetch()
+        for verb in (tx.execute, tx.fetch, tx.fetchrow, tx.fetchval):
+            with pytest.raises(HandlerEndedTransaction):
+                await verb("SELECT $1::int", 1)
+
+    inbox, message = await postgres_lab.inbox(), postgres_lab.message()
+    with pytest.raises(HandlerEndedTransaction):
+        await inbox.process(message, keeping)
+    with pytest.raises(UsageError, match="is over"):
+        taken[0].execute("SELECT $1::int", 1)
 
 
 async def test_a_task_left_behind_is_counted_also_with_a_result(postgres_lab: PostgresLab) -> None:

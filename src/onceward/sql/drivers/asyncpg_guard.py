@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
+from types import CoroutineType
 from typing import Any
 
 import asyncpg
@@ -17,34 +18,51 @@ _ENDS_CONNECTION = {"close", "terminate", "reset"}
 class GuardedConnection(Guard):
     """An asyncpg connection inside the inbox's transaction, as the handler sees it.
 
-    Everything of a connection is there. `transaction()` makes a savepoint; after each verb the driver is asked
-    whether the transaction still stands, and when it does not, HandlerEndedTransaction is raised.
+    Everything of a connection is there. `transaction()` makes a savepoint; after each verb that could have ended the
+    transaction the driver is asked whether it still stands, and when it does not, HandlerEndedTransaction is raised.
+    A statement with parameters cannot end it. So nothing is put around that, which would be one more coroutine for each
+    statement of each handler; it is only remembered, until it is over.
     """
 
     used = False
+    _is_lent = False
+    """The handler has got a verb of the connection that is not here, and may have ended the transaction with it."""
     _savepoints = 0
+    _last: CoroutineType[Any, Any, Any] | None = None
+    """The last statement with parameters."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
+        self._before: list[CoroutineType[Any, Any, Any]] = []
+        """Others that were not over when the next one was said."""
+        self._inside = 0
 
-    # Not async: each would be one more coroutine around the one that does the work.
+    @property
+    def running(self) -> int:  # type: ignore[override]
+        last = self._last
+        open_ones = self._before if last is None else [*self._before, last]
+        return self._inside + sum(verb.cr_frame is not None for verb in open_ones)
 
     def execute(self, query: str, *args: Any, timeout: float | None = None) -> Coroutine[Any, Any, str]:
-        if timeout is None:  # as nearly always: a name beside *args makes the call twice as long
-            return self._guarded(self._connection.execute(query, *args))
-        return self._guarded(self._connection.execute(query, *args, timeout=timeout))
+        if timeout is not None:  # a name beside *args makes the call twice as long
+            return self._guarded(self._connection.execute(query, *args, timeout=timeout))
+        verb = self._connection.execute(query, *args)
+        return self._remembered(verb) if args else self._guarded(verb)
 
     def executemany(self, command: str, args: Any, *, timeout: float | None = None) -> Coroutine[Any, Any, None]:
         return self._guarded(self._connection.executemany(command, args, timeout=timeout))
 
     def fetch(self, query: str, *args: Any, **options: Any) -> Coroutine[Any, Any, list[Any]]:
-        return self._guarded(self._connection.fetch(query, *args, **options))
+        verb = self._connection.fetch(query, *args, **options)
+        return self._remembered(verb) if args else self._guarded(verb)
 
     def fetchrow(self, query: str, *args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
-        return self._guarded(self._connection.fetchrow(query, *args, **options))
+        verb = self._connection.fetchrow(query, *args, **options)
+        return self._remembered(verb) if args else self._guarded(verb)
 
     def fetchval(self, query: str, *args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
-        return self._guarded(self._connection.fetchval(query, *args, **options))
+        verb = self._connection.fetchval(query, *args, **options)
+        return self._remembered(verb) if args else self._guarded(verb)
 
     def fetchmany(self, query: str, args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
         return self._guarded(self._connection.fetchmany(query, args, **options))
@@ -75,8 +93,23 @@ class GuardedConnection(Guard):
         if name in _ENDS_CONNECTION:
             raise UsageError(f"{name}() is not for handlers: the connection belongs to the inbox")
         self.check()
-        self.used = True
+        self.used = self._is_lent = True
         return getattr(self._connection, name)
+
+    def _remembered(self, verb: Any) -> Any:
+        if self._is_lent and not self._connection.is_in_transaction():
+            self.has_ended = not self._connection.is_closed()
+        if self._over or self.has_ended:
+            verb.close()
+            self.check()
+        if type(verb) is not CoroutineType:  # somebody has put something around asyncpg
+            return self._guarded(verb)
+        self.used = True
+        last = self._last
+        if last is not None and last.cr_frame is not None:
+            self._before.append(last)
+        self._last = verb
+        return verb
 
     async def _guarded(self, verb: Coroutine[Any, Any, Any]) -> Any:
         # `enter` and `leave`, said here: two calls less for each statement of a handler.
@@ -84,10 +117,11 @@ class GuardedConnection(Guard):
             verb.close()
             self.check()
         self.used = True
-        self.running += 1
+        self._inside += 1
         try:
             return await verb
         finally:
-            self.running -= 1
-            if self._idle is not None or not self._connection.is_in_transaction():
-                self._tell(stands=self._connection.is_in_transaction() or self._connection.is_closed())
+            self._inside -= 1
+            if not self._connection.is_in_transaction() and not self._connection.is_closed():
+                self.has_ended = True
+                raise HandlerEndedTransaction

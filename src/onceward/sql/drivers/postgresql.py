@@ -66,7 +66,6 @@ class Guard:
     has_ended = False
     """The transaction has, and not by us."""
     _over = False
-    _idle: asyncio.Future[None] | None = None
     used = True
     """Handlers may have said something that has to be reset. A driver that knows better says so."""
     broken = False
@@ -81,9 +80,10 @@ class Guard:
 
     async def is_idle(self, patience: float = 1.0) -> bool:
         """Whether nothing uses the connection; a task that was left behind gets a moment to end."""
-        if self.running:
-            self._idle = asyncio.get_running_loop().create_future()
-            await asyncio.wait([self._idle], timeout=patience)  # not wait_for(), see finish_here
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience
+        while self.running and loop.time() < deadline:  # noqa: ASYNC110 - no driver tells when a statement is over
+            await asyncio.sleep(0.005)
         return not self.running
 
     def check(self) -> None:
@@ -100,13 +100,6 @@ class Guard:
     def leave(self, *, stands: bool) -> None:
         """A verb has come back; `stands` is what the driver says about the transaction."""
         self.running -= 1
-        if self._idle is not None or not stands:
-            self._tell(stands=stands)
-
-    def _tell(self, *, stands: bool) -> None:
-        """Those who wait for the verbs, and whoever has ended the transaction."""
-        if not self.running and self._idle is not None and not self._idle.done():
-            self._idle.set_result(None)
         if not stands:
             self.has_ended = True
             raise HandlerEndedTransaction
@@ -313,7 +306,7 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
 
     def _refuse_left_behind(self) -> NoReturn:
         self._abandon()
-        raise UsageError("a task that the handler left behind still uses tx; await it before the handler returns")
+        raise UsageError("the handler left behind a task or a statement that still uses tx; await it before it returns")
 
     def _last_trip(self) -> tuple[str, str]:
         """What is said to end the transaction; and where the next turn begins with it, its token."""
