@@ -322,27 +322,30 @@ WHERE n.nspname = current_schema() AND t.relname ~ '^onceward_' AND NOT g.tgisin
 -- name: token_filled
 UPDATE onceward_schema SET token = gen_random_uuid()::text WHERE coalesce(token, '') = ''
 
--- Many messages at once. One parameter has all of them as JSON, sorted by identity; identities travel back as one value.
--- What they have in common is a parameter of its own: to read it in each line would be half of the work.
+-- Many messages at once. One parameter has all of them as JSON, sorted by identity. What they have in common is a parameter
+-- of its own: to read it in each line would be half of the work. Nothing comes back, so it rides with BEGIN.
 -- name: claim_many
-WITH claimed AS (
-    INSERT INTO onceward_records (
-        identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts,
-        payload_hash, handler, host, processed_at, occurred_at, expires_at, stream, position)
-    SELECT
-        identity, :consumer::text, coalesce(tenant, :tenant::text), coalesce(scope, :scope::text), key,
-        coalesce(message_id, key), coalesce(type, :type::text), coalesce(source, :source::text),
-        coalesce(topic, :topic::text), origin, 'processed', 1, decode(payload_hash, 'base64'),
-        coalesce(handler, :handler::text), :host::text, now(), occurred_at,
-        now() + keep_ms * interval '1 millisecond', stream, position
-    FROM json_to_recordset(:claims::text::json) AS claims(
-        identity uuid, lock bigint, tenant text, scope text, key text, message_id text, type text, source text,
-        topic text, origin text, payload_hash text, handler text, occurred_at timestamptz, stream text,
-        position bigint, keep_ms bigint)
-    WHERE pg_try_advisory_xact_lock(lock)
-    ON CONFLICT (identity) DO NOTHING
-    RETURNING identity)
-SELECT string_agg(uuid_send(identity), ''::bytea) AS digests FROM claimed
+INSERT INTO onceward_records (
+    identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts,
+    payload_hash, handler, host, processed_at, occurred_at, expires_at, stream, position)
+SELECT
+    identity, :consumer::text, coalesce(tenant, :tenant::text), coalesce(scope, :scope::text), key,
+    coalesce(message_id, key), coalesce(type, :type::text), coalesce(source, :source::text),
+    coalesce(topic, :topic::text), origin, 'processed', 1, decode(payload_hash, 'base64'),
+    coalesce(handler, :handler::text), :host::text, now(), occurred_at,
+    now() + keep_ms * interval '1 millisecond', stream, position
+FROM json_to_recordset(:claims::text::json) AS claims(
+    identity uuid, lock bigint, tenant text, scope text, key text, message_id text, type text, source text,
+    topic text, origin text, payload_hash text, handler text, occurred_at timestamptz, stream text,
+    position bigint, keep_ms bigint)
+WHERE pg_try_advisory_xact_lock(lock)
+ON CONFLICT (identity) DO NOTHING
+
+-- Which of them were inserted, when it was not all: those of this very transaction.
+-- name: claimed_of_many
+SELECT uuid_send(identity) AS digest FROM onceward_records
+WHERE identity = ANY (string_to_array(:identities::text, ',')::uuid[])
+  AND xmin::text::bigint = txid_current() % 4294967296
 
 -- name: find_many
 SELECT

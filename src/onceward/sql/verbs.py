@@ -134,9 +134,11 @@ def claim_many(dialect: Dialect, claims: Sequence[ClaimLine], common: Claimed) -
     """They come sorted by identity. The digests of those that are new."""
     said_once = msgspec.structs.asdict(common)
     if dialect.sets:
-        result = yield dialect("claim_many", {"claims": msgspec.json.encode(claims).decode(), **said_once})
-        digests: bytes = result.rows[0]["digests"] or b""
-        return {digests[at : at + 16] for at in range(0, len(digests), 16)}
+        inserted = yield dialect("claim_many", {"claims": msgspec.json.encode(claims).decode(), **said_once})
+        if inserted.changed == len(claims):
+            return {bytes.fromhex(claim.identity) for claim in claims}
+        ours = yield dialect("claimed_of_many", {"identities": ",".join([claim.identity for claim in claims])})
+        return {bytes(row["digest"]) for row in ours.rows}
     new = set()
     said_once = {name: value for name, value in said_once.items() if value is not None}
     for claim in claims:
