@@ -341,11 +341,12 @@ FROM json_to_recordset(:claims::text::json) AS claims(
 WHERE pg_try_advisory_xact_lock(lock)
 ON CONFLICT (identity) DO NOTHING
 
--- Which of them were inserted, when it was not all: those of this very transaction.
+-- Which of them were inserted, when it was not all. All of those have the time of this transaction. Not by xmin: that would
+-- be another one inside of a savepoint.
 -- name: claimed_of_many
 SELECT uuid_send(identity) AS digest FROM onceward_records
 WHERE identity = ANY (string_to_array(:identities::text, ',')::uuid[])
-  AND xmin::text::bigint = txid_current() % 4294967296
+  AND state = 'processed' AND processed_at = now() AND host = :host::text
 
 -- name: find_many
 SELECT

@@ -17,7 +17,7 @@ from onceward.retention import milliseconds
 from onceward.sql.catalog import Migration, migrations
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
-from onceward.store import Claimed, ClaimLine, Closing, Done, Found
+from onceward.store import Claimed, ClaimLine, Closing, Conflict, Done, Found
 
 
 def claim(dialect: Dialect, record: Record) -> Statement:
@@ -137,7 +137,10 @@ def claim_many(dialect: Dialect, claims: Sequence[ClaimLine], common: Claimed) -
         inserted = yield dialect("claim_many", {"claims": msgspec.json.encode(claims).decode(), **said_once})
         if inserted.changed == len(claims):
             return {bytes.fromhex(claim.identity) for claim in claims}
-        ours = yield dialect("claimed_of_many", {"identities": ",".join([claim.identity for claim in claims])})
+        identities = ",".join([claim.identity for claim in claims])
+        ours = yield dialect("claimed_of_many", {"identities": identities, "host": common.host})
+        if len(ours.rows) != inserted.changed:
+            raise Conflict  # another transaction of this process began in the same microsecond
         return {bytes(row["digest"]) for row in ours.rows}
     new = set()
     said_once = {name: value for name, value in said_once.items() if value is not None}

@@ -606,6 +606,22 @@ class BatchContract:
         assert together == [("a", 2), ("a", 2), ("b", 2), ("b", 2)]
         assert await lab.effects() == ["begin a", "begin b"]
 
+    async def test_claims_of_a_batch_are_told_from_duplicates_in_a_savepoint_too(self, lab: Lab) -> None:
+        """What is new is neither taken for a duplicate of itself, nor a duplicate for new."""
+        needs(lab, "errors_abort")
+
+        async def on_begin(tx: Any, message: Message[Any]) -> None:
+            await lab.run(tx, "SAVEPOINT left_open")
+
+        handler = Recorder(lab)
+        inbox = await lab.inbox(on_begin=on_begin, cache=0)
+        known = [lab.message(str(number)) for number in range(3)]
+        assert kinds(await inbox.process_many(known, handler)) == ["processed"] * 3
+        fresh = [lab.message(f"new {number}") for number in range(3)]
+        mixed = [message for pair in zip(known, fresh, strict=True) for message in pair]
+        assert kinds(await inbox.process_many(mixed, handler)) == ["duplicate", "processed"] * 3
+        assert sorted(await lab.effects()) == sorted(message.id for message in (*known, *fresh))
+
     async def test_an_on_begin_that_fails_harms_its_own_tenant_only(self, lab: Lab) -> None:
         async def on_begin(tx: Any, message: Message[Any]) -> None:
             if message.tenant == "a":
