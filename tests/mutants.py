@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from onceward import attempt, codec, identity, intake, settle, together, work
+from onceward import attempt, codec, identity, settle, together, work
 from onceward.errors import TryLater
 from onceward.identity import Identity
 from onceward.inbox import Inbox
@@ -115,8 +115,7 @@ def identity_without(part: int) -> Patch:
     original = identity.digest
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        for module in (identity, intake):
-            patch.setattr(module, "digest", lambda *parts: original(*parts[:part], *parts[part + 1 :]))
+        patch.setattr(identity, "digest", lambda *parts: original(*parts[:part], *parts[part + 1 :]))
 
     return apply
 

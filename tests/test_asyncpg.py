@@ -6,6 +6,8 @@ import asyncio
 import json
 import time
 import warnings
+from collections import Counter
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -13,7 +15,7 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from onceward import Inbox, Message, RetryPolicy, StoreReadOnly, StoreUnavailable, TryLater
+from onceward import Inbox, Message, Reject, RetryPolicy, StoreReadOnly, StoreUnavailable, TryLater
 from onceward.asyncpg import AsyncpgStore
 from onceward.errors import HandlerEndedTransaction, UsageError
 from onceward.testing import PostgresLab, Proxy
@@ -363,19 +365,126 @@ async def test_a_task_left_on_the_connection_does_not_hang_the_inbox(postgres_la
     assert (await inbox.process(message, Recorder(postgres_lab))).processed, "the server has noticed"
 
 
-async def test_a_statement_that_nobody_awaits_is_refused(postgres_lab: PostgresLab) -> None:
-    """With parameters nothing is put around it, and it may start when the transaction is over."""
+async def test_a_statement_that_nobody_awaits_is_not_said_later(postgres_lab: PostgresLab) -> None:
+    """With parameters nothing is put around it, and the transaction may be over when it starts."""
     kept = []
 
     async def forgetful(message: Message[Any], tx: asyncpg.Connection) -> None:
-        kept.append(tx.execute("SELECT $1::int", 1))
+        kept.append(tx.execute("INSERT INTO effects VALUES ($1)", "late"))
 
-    inbox, message = await postgres_lab.inbox(), postgres_lab.message()
-    with pytest.raises(UsageError, match="left behind"):
-        await inbox.process(message, forgetful)
-    with pytest.raises(asyncpg.InterfaceError):
+    inbox = await postgres_lab.inbox()
+    with pytest.warns(RuntimeWarning, match="never awaited"):
+        assert (await inbox.process(postgres_lab.message(), forgetful)).processed
+    with pytest.raises(RuntimeError, match="cannot reuse"):
         await kept[0]
-    assert (await inbox.process(message, Recorder(postgres_lab))).processed
+    assert await postgres_lab.effects() == []
+
+
+async def test_a_statement_made_before_the_end_of_the_transaction_is_not_said_after_it(
+    postgres_lab: PostgresLab,
+) -> None:
+    async def late(message: Message[Any], tx: asyncpg.Connection) -> None:
+        later = tx.execute("INSERT INTO effects VALUES ($1)", "outside")
+        with pytest.raises(HandlerEndedTransaction):
+            await tx.execute("ROLLBACK")
+        with pytest.raises(RuntimeError, match="cannot reuse"):
+            await later
+
+    inbox = await postgres_lab.inbox()
+    with pytest.raises(HandlerEndedTransaction):
+        await inbox.process(postgres_lab.message(), late)
+    assert await postgres_lab.effects() == []
+
+
+async def test_statements_made_in_advance_fail_with_the_handler_and_nobody_waits(postgres_lab: PostgresLab) -> None:
+    async def ahead(message: Message[Any], tx: asyncpg.Connection) -> None:
+        for verb in [tx.fetchval("SELECT 1 / $1::int", number) for number in (1, 0, 2, 3)]:
+            await verb
+
+    inbox = await postgres_lab.inbox(retry=RetryPolicy(max_attempts=1))
+    await inbox.accept([postgres_lab.message("m"), postgres_lab.message("n")])
+    async with asyncio.timeout(1.5):  # a wait for what will never run would take a second each
+        outcomes = [await inbox.dispatch(ahead) for _ in range(3)]
+    assert [outcome and outcome.kind.value for outcome in outcomes] == ["dead", "dead", None]
+
+
+async def test_a_task_of_a_failed_handler_does_not_write_in_its_neighbours_time(postgres_lab: PostgresLab) -> None:
+    """They share a transaction, and what the failed one wrote was undone before."""
+    runs: Counter[str] = Counter()
+    refused: list[asyncio.Task[Any]] = []
+    now = asyncio.Event()
+
+    async def handle(message: Message[Any], tx: asyncpg.Connection) -> None:
+        async def late() -> None:
+            await now.wait()
+            await tx.execute("INSERT INTO effects VALUES ($1)", message.id)
+
+        runs[message.id] += 1
+        if message.id == "bad" and runs["bad"] < 3:  # alone, and then with a savepoint before each
+            refused.append(asyncio.ensure_future(late()))
+            raise ValueError("no")
+        now.set()
+        await asyncio.sleep(0.02)
+        await tx.execute("INSERT INTO effects VALUES ($1)", message.id)
+
+    inbox = await postgres_lab.inbox(retry=RetryPolicy(max_attempts=5, base=0.01, cap=0.01))
+    await inbox.accept([postgres_lab.message(id_) for id_ in ("a", "bad", "other", "z")])
+    async with inbox.worker(handle, batch=10):
+        async with asyncio.timeout(10):
+            while len(await postgres_lab.effects()) < 4:
+                await asyncio.sleep(0.02)
+    assert {type(error) for error in await asyncio.gather(*refused, return_exceptions=True)} == {UsageError}
+    assert await postgres_lab.effects() == ["a", "bad", "other", "z"]
+
+
+LEAVES_STATE = "SET app.tenant = 'a'; SELECT pg_advisory_lock(42)"
+
+
+@pytest.mark.parametrize("how", ["process", "process_many", "process_bulk", "dispatch", "run"])
+@pytest.mark.parametrize("then", ["raises", "commits"])
+async def test_what_a_failed_handler_left_in_the_session_is_reset(
+    postgres_lab: PostgresLab, how: str, then: str
+) -> None:
+    """Its transaction is rolled back, and another one begins in the same session that nobody uses."""
+    left: list[tuple[Any, ...]] = []
+    handled = asyncio.Event()
+
+    async def handle(message: Message[Any], tx: asyncpg.Connection) -> None:
+        if message.id == "bad":
+            await tx.execute(LEAVES_STATE)
+            if then == "commits":
+                await tx.execute("COMMIT")
+            raise Reject("no")
+        left.append(tuple(await tx.fetchrow(
+            "SELECT coalesce(current_setting('app.tenant', true), ''), count(*) FROM pg_locks "
+            "WHERE locktype = 'advisory' AND objid = 42"
+        )))  # fmt: skip
+        handled.set()
+
+    async def handle_all(messages: list[Message[Any]], tx: asyncpg.Connection) -> None:
+        for message in sorted(messages, key=lambda one: one.id != "bad"):
+            await handle(message, tx)
+
+    inbox = await postgres_lab.inbox(store=postgres_lab.store(max_size=1))
+    bad, good = postgres_lab.message("bad"), postgres_lab.message("good")
+    if how == "process":
+        with suppress(HandlerEndedTransaction):
+            await inbox.process(bad, handle)
+        await inbox.process(good, handle)
+    elif how in {"dispatch", "run"}:
+        await inbox.accept(bad)
+        await inbox.accept(good)
+        if how == "dispatch":
+            assert [(await inbox.dispatch(handle)).kind.value for _ in range(2)] == ["dead", "processed"]
+        else:
+            async with inbox.worker(handle, batch=1):
+                await asyncio.wait_for(handled.wait(), 10)
+    else:
+        process = getattr(inbox, how)
+        await process([bad, postgres_lab.message("other")], handle_all if how == "process_bulk" else handle)
+        await inbox.process(good, handle)
+    assert left[-1] == ("", 0)
+    assert await postgres_lab.query("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = 42") == []
 
 
 async def test_the_first_of_two_statements_at_once_is_not_forgotten(postgres_lab: PostgresLab) -> None:

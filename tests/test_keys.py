@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any, TypedDict
 from uuid import UUID
 
+import msgspec
 import pydantic
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from onceward import Inbox, Message, Router, keys, lanes, tenants
 from onceward.errors import InvalidHandler, KeyInvalid, KeyMissing, PayloadUndecodable, TenantMissing, UsageError
 from onceward.handlers import handler_of, shape_of
-from onceward.identity import digest
+from onceward.identity import Identity, digest
 
 
 class Colour(Enum):
@@ -105,6 +106,15 @@ def test_what_is_no_strategy_is_refused(strategy: Any) -> None:
 @given(st.lists(st.text(), min_size=1, max_size=4), st.lists(st.text(), min_size=1, max_size=4))
 def test_no_choice_of_parts_makes_two_identities_meet(one: list[str], two: list[str]) -> None:
     assert (digest(*one) == digest(*two)) == (one == two)
+
+
+def test_an_identity_with_another_key_is_another_identity() -> None:
+    one = Identity("billing", "default", "source:shop", "o-1")
+    assert len(one.digest) == 16
+    two = msgspec.structs.replace(one, key="o-2")
+    assert two == Identity("billing", "default", "source:shop", "o-2")
+    assert (str(two), two == one) == (str(Identity("billing", "default", "source:shop", "o-2")), False)
+    assert msgspec.to_builtins(one).keys() == {"consumer", "tenant", "scope", "key"}
 
 
 def test_an_idempotent_function_needs_an_argument_as_key() -> None:

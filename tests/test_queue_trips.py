@@ -10,6 +10,7 @@ import asyncpg
 import pytest
 
 from onceward import Inbox, Message, Outcome, RetryPolicy, State
+from onceward.queue import Claiming
 from onceward.sql import queue_postgresql
 from onceward.sql.drivers.asyncpg import AsyncpgSession
 from onceward.sql.plan import Statement
@@ -51,6 +52,21 @@ async def _name(lab: PostgresLab) -> str:
 
 def _kind(outcome: Outcome[Any] | None) -> str | None:
     return None if outcome is None else outcome.kind.value
+
+
+@pytest.mark.parametrize("sound", [1, 2])
+async def test_lanes_of_a_dead_worker_are_told_beside_sound_ones(postgres_lab: PostgresLab, sound: int) -> None:
+    """Claimed together, and each of them has a turn of its own, at once and not when the claim is over."""
+    inbox = await postgres_lab.inbox()
+    await inbox.accept([message(number) for number in range(sound + 1)])
+    await postgres_lab.query(
+        "UPDATE onceward_lanes SET owner = 'dead', claims = 1, state = 'running', until = now() - interval '1 second' "
+        "WHERE lane = (SELECT identity FROM onceward_records WHERE message_id = 'm0')"
+    )
+    async with inbox._settler.plain_unit() as unit:
+        claiming = Claiming(inbox.consumer, "me", 10, 10, 3.0, None, 300.0)
+        begun = await unit.begin_turn(claiming, apart=False)
+        assert (len(begun.lanes), len(begun.suspects)) == (sound, 1)
 
 
 async def test_a_claim_whose_turn_cannot_begin_is_given_back(postgres_lab: PostgresLab) -> None:

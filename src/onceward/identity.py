@@ -13,31 +13,31 @@ from uuid import UUID
 import msgspec
 
 
-class Identity(msgspec.Struct, frozen=True, eq=False, gc=False):
+class _Digest:
+    """Found out once, then an attribute like any other. Not cached_property, which takes a lock before Python 3.12."""
+
+    def __get__(self, identity: Identity, _type: type[Identity]) -> bytes:
+        found = digest(identity.consumer, identity.tenant, identity.scope, identity.key)
+        identity.__dict__["digest"] = found
+        return found
+
+
+class Identity(msgspec.Struct, frozen=True, dict=True):
     """One identity is one record. `str(identity)` is stable for ever and fit as an idempotency key."""
 
     consumer: str
     tenant: str
     scope: str
     key: str
-    _digest: bytes = b""
-    """Once it is known. Not in a dict of its own: there is one identity for each message."""
 
-    @property
-    def digest(self) -> bytes:
-        """What it is stored under: 16 bytes."""
-        if not self._digest:
-            msgspec.structs.force_setattr(self, "_digest", digest(self.consumer, self.tenant, self.scope, self.key))
-        return self._digest
+    @staticmethod
+    def known(digest: bytes, consumer: str, tenant: str, scope: str, key: str) -> Identity:
+        """One whose digest is known: it comes from a store."""
+        identity = Identity(consumer, tenant, scope, key)
+        identity.__dict__["digest"] = digest
+        return identity
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-    def __repr__(self) -> str:
-        return f"Identity({self.consumer!r}, {self.tenant!r}, {self.scope!r}, {self.key!r})"
+    digest = _Digest()
 
     def __str__(self) -> str:
         return str(UUID(bytes=self.digest))

@@ -16,7 +16,7 @@ import msgspec
 from onceward import codec, keys, lanes
 from onceward.errors import HandlerNotFound, PayloadTooLarge, Reject
 from onceward.handlers import Handler, Router, handler_of
-from onceward.identity import Identity, digest
+from onceward.identity import Identity
 from onceward.keys import Key, KeyLike
 from onceward.lanes import Lane
 from onceward.message import Message
@@ -166,8 +166,7 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
             """InvalidMessage: it cannot be kept."""
             if identity is None:
                 taken = message.id if by_id else keys.check(strategy(message))  # an id was checked with its message
-                whose, within = tenant(message), scope(message)
-                identity = Identity(consumer, whose, within, taken, digest(consumer, whose, within, taken))
+                identity = Identity(consumer, tenant(message), scope(message), taken)
             payload = None if message.payload is None else codec.encode(message.payload)
             headers = codec.encode(dict(message.headers), "headers") if message.headers else None
             if is_plain and payload is not None and message.body is None and len(payload) <= most:

@@ -35,7 +35,8 @@ async def run(crew: Crew, options: Options, stop: asyncio.Event) -> None:
 
 
 async def _run(crew: Crew, options: Options, stop: asyncio.Event) -> None:
-    tasks = [asyncio.ensure_future(_work(crew, options, stop)) for _ in range(options.concurrency)]
+    leaving = asyncio.Event()
+    tasks = [asyncio.ensure_future(_work(crew, options, stop, leaving)) for _ in range(options.concurrency)]
     stopping = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -46,6 +47,7 @@ async def _run(crew: Crew, options: Options, stop: asyncio.Event) -> None:
             await asyncio.wait(tasks, timeout=0.0 if failed else options.grace)
     finally:
         stopping.cancel()
+        leaving.set()
         for task in tasks:
             task.cancel()
         # Each gives its lanes back before it ends.
@@ -55,13 +57,19 @@ async def _run(crew: Crew, options: Options, stop: asyncio.Event) -> None:
             task.result()
 
 
-async def _work(crew: Crew, options: Options, stop: asyncio.Event) -> None:
+async def _work(crew: Crew, options: Options, stop: asyncio.Event, leaving: asyncio.Event) -> None:
+    """`leaving` is set before it is cancelled. A cancellation may be lost on its way: a handler swallows it, or a
+    driver that hears of a lost connection."""
     ear, pace, trouble = crew.bell.ear(), Pace(options.batch), 0
     task = asyncio.current_task()
+    assert task is not None  # noqa: S101 - see _run
 
     def goes_on() -> bool:
-        # A cancellation may be lost on its way: a handler swallows it, or a driver that hears of a lost connection.
-        return not stop.is_set() and not (task is not None and task.cancelling())
+        if stop.is_set() or leaving.is_set():
+            return False
+        while task.cancelling():  # a TaskGroup in a handler, which has dealt with an error: Python 3.11 leaves it so
+            task.uncancel()
+        return True
 
     crew.running += 1
     try:

@@ -107,7 +107,7 @@ def queued_of(row: Mapping[str, Any], now: datetime) -> Queued:
         position, () if depends_on is None else _decode(depends_on, type=tuple[Position, ...]), body,
     )  # fmt: skip
     return Queued(
-        seq, lane, Identity(consumer, tenant, scope, key, identity), message, now, rank, due, track, behind,
+        seq, lane, Identity.known(identity, consumer, tenant, scope, key), message, now, rank, due, track, behind,
         None if unmet is None else _unmet_of(unmet), attempts, started, origin, received_at, payload,
         (record_place, row_place),
     )  # fmt: skip

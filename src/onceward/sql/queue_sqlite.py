@@ -166,7 +166,7 @@ def _queued(dialect: Dialect, lane: bytes, row: Row, *, behind: bool) -> Plan[Qu
 
 
 def _identity_of(row: Mapping[str, Any]) -> Identity:
-    return Identity(row["consumer"], row["tenant"], row["scope"], row["key"], row["identity"])
+    return Identity.known(row["identity"], row["consumer"], row["tenant"], row["scope"], row["key"])
 
 
 def _message_of(row: Mapping[str, Any]) -> Message[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from types import CoroutineType
@@ -25,8 +26,6 @@ class GuardedConnection(Guard):
     """
 
     used = False
-    _is_lent = False
-    """The handler has got a verb of the connection that is not here, and may have ended the transaction with it."""
     _savepoints = 0
     _last: CoroutineType[Any, Any, Any] | None = None
     """The last statement with parameters."""
@@ -39,9 +38,25 @@ class GuardedConnection(Guard):
 
     @property
     def running(self) -> int:  # type: ignore[override]
-        last = self._last
-        open_ones = self._before if last is None else [*self._before, last]
-        return self._inside + sum(verb.cr_frame is not None for verb in open_ones)
+        return self._inside + sum(verb.cr_frame is not None for verb in self._remembered_ones())
+
+    def end_of_run(self) -> bool:
+        self._close_unstarted()
+        return super().end_of_run()
+
+    def forget(self) -> None:
+        self._close_unstarted()
+        self.forgotten = False
+
+    def _remembered_ones(self) -> list[CoroutineType[Any, Any, Any]]:
+        return self._before if self._last is None else [*self._before, self._last]
+
+    def _close_unstarted(self) -> None:
+        """Statements that nobody has awaited yet: they must not be said outside of the transaction."""
+        for verb in self._remembered_ones():
+            if verb.cr_frame is not None and inspect.getcoroutinestate(verb) == inspect.CORO_CREATED:
+                verb.close()
+                self.forgotten = True
 
     def execute(self, query: str, *args: Any, timeout: float | None = None) -> Coroutine[Any, Any, str]:
         if timeout is not None:  # a name beside *args makes the call twice as long
@@ -93,11 +108,11 @@ class GuardedConnection(Guard):
         if name in _ENDS_CONNECTION:
             raise UsageError(f"{name}() is not for handlers: the connection belongs to the inbox")
         self.check()
-        self.used = self._is_lent = True
+        self.used = self.is_lent = True
         return getattr(self._connection, name)
 
     def _remembered(self, verb: Any) -> Any:
-        if self._is_lent and not self._connection.is_in_transaction():
+        if self.is_lent and not self._connection.is_in_transaction():
             self.has_ended = not self._connection.is_closed()
         if self._over or self.has_ended:
             verb.close()
@@ -124,4 +139,5 @@ class GuardedConnection(Guard):
             self._inside -= 1
             if not self._connection.is_in_transaction() and not self._connection.is_closed():
                 self.has_ended = True
+                self._close_unstarted()
                 raise HandlerEndedTransaction

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache
@@ -68,6 +69,10 @@ class Guard:
     _over = False
     used = True
     """Handlers may have said something that has to be reset. A driver that knows better says so."""
+    is_lent = False
+    """The handler has got a verb of the connection that the handle does not have itself."""
+    forgotten = False
+    """A statement was never awaited. It was not said."""
     broken = False
     """A savepoint could not be undone, so nobody knows what would be committed."""
     running = 0
@@ -85,6 +90,9 @@ class Guard:
         while self.running and loop.time() < deadline:  # noqa: ASYNC110 - no driver tells when a statement is over
             await asyncio.sleep(0.005)
         return not self.running
+
+    def forget(self) -> None:
+        """A handler has failed: what it did not get to must not be said in its neighbours' time."""
 
     def check(self) -> None:
         if self._over:
@@ -114,7 +122,7 @@ _SETTINGS = Statement(
 class Known:
     """What is known about a connection for as long as it lives."""
 
-    __slots__ = ("begin", "idle_limit", "level", "prepared")
+    __slots__ = ("begin", "idle_limit", "is_lent", "level", "prepared")
 
     def __init__(self, server_version: int, *, prepares: bool) -> None:
         # A killed process must not hold its claim until a long statement of its handler ends.
@@ -124,6 +132,8 @@ class Known:
         self.idle_limit: int | None = None
         self.level = ""
         """Of a statement that is not in a transaction of ours."""
+        self.is_lent = False
+        """A handler has got a verb of the connection itself, and may keep it."""
         self.prepared: set[str] | None = set() if prepares else None
         """The statements that were prepared. None behind a pooler, where it may be another connection each time."""
 
@@ -137,6 +147,8 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
     _token = ""
     _guard: Guard | None = None
     _abandoned = False
+    _used = False
+    """By handlers, since the last reset."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -247,6 +259,17 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
                 self._abandon()  # a handler said DEALLOCATE ALL, and the driver will not notice: use another connection
             self._raise(error)
 
+    async def forget(self) -> None:
+        await super().forget()
+        guard = self._guard
+        if guard is None or guard.has_ended:
+            return
+        guard.forget()
+        if not guard.running:  # a task that the failed handler left behind must not write in its neighbours' time
+            self._remember(guard)
+            guard.end_of_run()
+            self._guard = self._new_guard()
+
     async def script(self, sql: str) -> None:
         await self._say(sql)
 
@@ -286,11 +309,14 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         guard, self._guard = self._guard, None
         if guard is None:
             raise UsageError("there is no transaction to commit")
+        self._remember(guard)
         ended = guard.end_of_run()
         if guard.running:
             self._refuse_left_behind()
         if ended or not self._in_transaction():
             raise HandlerEndedTransaction
+        if guard.forgotten:
+            warnings.warn("a statement of the handler was never awaited, and has done nothing", RuntimeWarning, 2)
         if guard.broken:
             raise UsageError("two tasks of the handler used tx.transaction() at the same time, and one was not undone")
         return self.to_its_end(self._commit(trip, token))
@@ -304,6 +330,11 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         self._released = "RELEASE onceward_turn; " if after else ""
         self._riding = inlined(Statement(statement.sql, {**statement.params, "token": self._token}))
 
+    def _remember(self, guard: Guard) -> None:
+        """What there is to reset, also when this transaction is rolled back and another one begins."""
+        self._used = self._used or guard.used
+        self._known.is_lent = self._known.is_lent or guard.is_lent
+
     def _refuse_left_behind(self) -> NoReturn:
         self._abandon()
         raise UsageError("the handler left behind a task or a statement that still uses tx; await it before it returns")
@@ -312,8 +343,9 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         """What is said to end the transaction; and where the next turn begins with it, its token."""
         # 1/0 stops the trip before COMMIT when this is not the transaction that we began.
         check = self._riding or f"SELECT 1 / CASE WHEN {self._token_stands()} THEN 1 ELSE 0 END"
-        guard = self._guard
-        trip = f"{self._released}{check}; {self._ending() if guard is None or guard.used else 'COMMIT'}"
+        if self._guard is not None:
+            self._remember(self._guard)
+        trip = f"{self._released}{check}; {self._ending() if self._used or self._known.is_lent else 'COMMIT'}"
         claiming, opening = self._take_riding()
         if claiming is None:
             return trip, ""
@@ -335,12 +367,14 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         if tag == "ROLLBACK":
             raise CommitNotApplied(f"COMMIT was answered with {tag}: nothing was written")
         self._committed()
+        self._used = False
         if token:
             self._start(token)
 
     async def rollback(self) -> None:
         guard, self._guard = self._guard, None
         if guard is not None:
+            self._remember(guard)
             guard.end_of_run()
         # A BEGIN that was cancelled on its way may have begun: what the driver heard last does not tell.
         if not self.gone and (guard is not None or self._in_transaction()):

@@ -420,6 +420,7 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
         first timestamptz;
         lone uuid;           -- the only lane, when it is a message without one
         lone_seq bigint;
+        told boolean := false;
         -- One entry for each message, in the order in which they may run; one for a lane without messages.
         lanes uuid[];
         seqs bigint[];       -- of messages without a lane
@@ -446,60 +447,60 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
                 r.origin, r.attempts, r.started, r.payload::text, r.body, r.headers::text, r.received_at, r.occurred_at,
                 r.stream, r."position", r.depends_on::text
             FROM onceward_records r WHERE r.identity = lone;
-            IF FOUND THEN
-                RETURN;
-            END IF;
+            told := FOUND;
         END IF;
-        SELECT array_agg(l.lane), array_agg(l.seq), array_agg(p.ctid), bool_or(p.track IS NOT NULL)
-        INTO lanes, seqs, places, has_tracks
-        FROM onceward_lanes l
-        LEFT JOIN LATERAL (
-            SELECT p.ctid, p.track FROM onceward_pending p
-            WHERE p.lane = l.lane AND NOT p.aside AND l.seq IS NULL
-            ORDER BY p.rank, p.seq LIMIT most) p ON true
-        WHERE l.ctid = ANY (turn);
-        IF has_tracks THEN
-            SELECT array_agg(lane), array_agg(seq), array_agg(at), array_agg(behind) INTO lanes, seqs, places, behinds
-            FROM (
-                SELECT l.lane, l.seq, q.at, q.behind
-                FROM onceward_lanes l
-                LEFT JOIN LATERAL (
-                    -- The first messages; of a track its lowest positions, in the places of those that came first, up
-                    -- to one that is set aside. What is left of the track is behind that.
-                    SELECT h.place, CASE WHEN t.seq IS NULL THEN h.at ELSE t.ctid END AS at,
-                           lowest.aside IS NOT NULL AS behind
-                    FROM (
-                        SELECT first.*, row_number() OVER (ORDER BY first.rank, first.seq) AS place,
-                               row_number() OVER (PARTITION BY first.track ORDER BY first.rank, first.seq) AS nth
-                        FROM (SELECT p.*, p.ctid AS at FROM onceward_pending p
-                              WHERE p.lane = l.lane AND NOT p.aside
-                              ORDER BY p.rank, p.seq LIMIT most) first) h
+        IF NOT told THEN
+            SELECT array_agg(l.lane), array_agg(l.seq), array_agg(p.ctid), bool_or(p.track IS NOT NULL)
+            INTO lanes, seqs, places, has_tracks
+            FROM onceward_lanes l
+            LEFT JOIN LATERAL (
+                SELECT p.ctid, p.track FROM onceward_pending p
+                WHERE p.lane = l.lane AND NOT p.aside AND l.seq IS NULL
+                ORDER BY p.rank, p.seq LIMIT most) p ON true
+            WHERE l.ctid = ANY (turn);
+            IF has_tracks THEN
+                SELECT array_agg(lane), array_agg(seq), array_agg(at), array_agg(behind) INTO lanes, seqs, places, behinds
+                FROM (
+                    SELECT l.lane, l.seq, q.at, q.behind
+                    FROM onceward_lanes l
                     LEFT JOIN LATERAL (
-                        SELECT max(of_track.place) AS nth, min(of_track.place) FILTER (WHERE of_track.aside) AS aside
-                        FROM (SELECT ARRAY[coalesce(p."position", 9223372036854775807), p.seq] AS place, p.aside
-                              FROM onceward_pending p WHERE p.lane = l.lane AND p.track = h.track
-                              ORDER BY p."position", p.seq LIMIT h.nth) of_track) lowest ON h.track IS NOT NULL
-                    LEFT JOIN onceward_pending t ON t.seq = ANY (ARRAY[lowest.nth[2]]) AND lowest.aside IS NULL
-                    WHERE lowest.aside IS NULL
-                       OR lowest.aside < ARRAY[coalesce(h."position", 9223372036854775807), h.seq]) q ON true
-                WHERE l.ctid = ANY (turn)
-                ORDER BY l.lane, q.place) h;
+                        -- The first messages; of a track its lowest positions, in the places of those that came first, up
+                        -- to one that is set aside. What is left of the track is behind that.
+                        SELECT h.place, CASE WHEN t.seq IS NULL THEN h.at ELSE t.ctid END AS at,
+                               lowest.aside IS NOT NULL AS behind
+                        FROM (
+                            SELECT first.*, row_number() OVER (ORDER BY first.rank, first.seq) AS place,
+                                   row_number() OVER (PARTITION BY first.track ORDER BY first.rank, first.seq) AS nth
+                            FROM (SELECT p.*, p.ctid AS at FROM onceward_pending p
+                                  WHERE p.lane = l.lane AND NOT p.aside
+                                  ORDER BY p.rank, p.seq LIMIT most) first) h
+                        LEFT JOIN LATERAL (
+                            SELECT max(of_track.place) AS nth, min(of_track.place) FILTER (WHERE of_track.aside) AS aside
+                            FROM (SELECT ARRAY[coalesce(p."position", 9223372036854775807), p.seq] AS place, p.aside
+                                  FROM onceward_pending p WHERE p.lane = l.lane AND p.track = h.track
+                                  ORDER BY p."position", p.seq LIMIT h.nth) of_track) lowest ON h.track IS NOT NULL
+                        LEFT JOIN onceward_pending t ON t.seq = ANY (ARRAY[lowest.nth[2]]) AND lowest.aside IS NULL
+                        WHERE lowest.aside IS NULL
+                           OR lowest.aside < ARRAY[coalesce(h."position", 9223372036854775807), h.seq]) q ON true
+                    WHERE l.ctid = ANY (turn)
+                    ORDER BY l.lane, q.place) h;
+            END IF;
+            -- Nested loops, and the other joins are off: so what comes out is in the order of the arrays.
+            RETURN QUERY
+            SELECT
+                uuid_send(h.lane), 1, CASE WHEN nth = 1 THEN first END, CASE WHEN nth = 1 THEN txid_current() END,
+                CASE WHEN nth = 1 THEN clock_timestamp() END,
+                coalesce(h.seq, p.seq), coalesce(p.rank, -1), p.track, p.due, coalesce(h.behind, false),
+                CASE WHEN r.depends_on IS NOT NULL
+                     THEN (SELECT row_to_json(d)::text FROM onceward_unmet(r.consumer, r.tenant, r.depends_on) d) END,
+                r.ctid::text, p.ctid::text,
+                uuid_send(r.identity), r.consumer, r.tenant, r.scope, r.key, r.message_id, r.type, r.source, r.topic,
+                r.origin, r.attempts, r.started, r.payload::text, r.body, r.headers::text, r.received_at, r.occurred_at,
+                r.stream, r."position", r.depends_on::text
+            FROM unnest(lanes, seqs, places, behinds) WITH ORDINALITY AS h(lane, seq, place, behind, nth)
+            LEFT JOIN onceward_pending p ON p.ctid = h.place
+            LEFT JOIN onceward_records r ON r.identity = ANY (ARRAY[CASE WHEN h.seq IS NULL THEN p.identity ELSE h.lane END]);
         END IF;
-        -- Nested loops, and the other joins are off: so what comes out is in the order of the arrays.
-        RETURN QUERY
-        SELECT
-            uuid_send(h.lane), 1, CASE WHEN nth = 1 THEN first END, CASE WHEN nth = 1 THEN txid_current() END,
-            CASE WHEN nth = 1 THEN clock_timestamp() END,
-            coalesce(h.seq, p.seq), coalesce(p.rank, -1), p.track, p.due, coalesce(h.behind, false),
-            CASE WHEN r.depends_on IS NOT NULL
-                 THEN (SELECT row_to_json(d)::text FROM onceward_unmet(r.consumer, r.tenant, r.depends_on) d) END,
-            r.ctid::text, p.ctid::text,
-            uuid_send(r.identity), r.consumer, r.tenant, r.scope, r.key, r.message_id, r.type, r.source, r.topic,
-            r.origin, r.attempts, r.started, r.payload::text, r.body, r.headers::text, r.received_at, r.occurred_at,
-            r.stream, r."position", r.depends_on::text
-        FROM unnest(lanes, seqs, places, behinds) WITH ORDINALITY AS h(lane, seq, place, behind, nth)
-        LEFT JOIN onceward_pending p ON p.ctid = h.place
-        LEFT JOIN onceward_records r ON r.identity = ANY (ARRAY[CASE WHEN h.seq IS NULL THEN p.identity ELSE h.lane END]);
         IF together AND current_setting('onceward.suspect') <> '{}' THEN
             RETURN QUERY
             SELECT uuid_send(lane), 2, first, NULL::bigint, clock_timestamp(),

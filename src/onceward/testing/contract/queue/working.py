@@ -113,6 +113,37 @@ class WorkContract:
         assert set(found.values()) == {("processed", 1, 0)}
         assert await lab.effects() == sorted([id_ for id_ in ids if id_ != "07"] + ["s-1", "s-2"])
 
+    async def test_a_task_group_in_a_handler_does_not_end_the_worker(self, lab: Lab) -> None:
+        """Before Python 3.12 it leaves the task behind as if somebody had cancelled it."""
+        handled: list[str] = []
+
+        async def fail() -> None:
+            raise ValueError("no")
+
+        async def handle(message: Message[Any]) -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(fail())
+            except* ValueError:
+                handled.append(message.id)
+
+        inbox = await lab.inbox()
+        await inbox.accept([lab.message(str(number)) for number in range(3)])
+        async with inbox.worker(handle, batch=1) as worker:
+
+            async def all_handled() -> bool:
+                assert worker.running, "the worker has ended"
+                return len(handled) == 3
+
+            await until(all_handled)
+            await inbox.accept(lab.message("later"))
+
+            async def later_too() -> bool:
+                assert worker.running, "the worker has ended"
+                return "later" in handled
+
+            await until(later_too)
+
     # --- waking ---------------------------------------------------------------------------------------------
 
     async def test_a_message_accepted_by_the_same_inbox_wakes_its_worker(self, lab: Lab) -> None:
