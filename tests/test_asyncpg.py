@@ -15,7 +15,7 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from onceward import Inbox, Message, Reject, RetryPolicy, StoreReadOnly, StoreUnavailable, TryLater
+from onceward import Inbox, Message, Reject, RetryPolicy, State, StoreReadOnly, StoreUnavailable, TryLater
 from onceward.asyncpg import AsyncpgStore
 from onceward.errors import HandlerEndedTransaction, UsageError
 from onceward.testing import PostgresLab, Proxy
@@ -435,6 +435,45 @@ async def test_a_task_of_a_failed_handler_does_not_write_in_its_neighbours_time(
                 await asyncio.sleep(0.02)
     assert {type(error) for error in await asyncio.gather(*refused, return_exceptions=True)} == {UsageError}
     assert await postgres_lab.effects() == ["a", "bad", "other", "z"]
+
+
+async def test_a_failed_handler_of_the_queue_is_counted_although_a_statement_still_runs(
+    postgres_lab: PostgresLab,
+) -> None:
+    left: list[asyncio.Task[Any]] = []
+
+    async def leaving(message: Message[Any], tx: asyncpg.Connection) -> None:
+        left.append(asyncio.ensure_future(tx.execute("SELECT pg_sleep($1)", 0.2)))
+        await asyncio.sleep(0)
+        raise ValueError("no")
+
+    inbox = await postgres_lab.inbox(retry=RetryPolicy(max_attempts=1))
+    await inbox.accept(postgres_lab.message())
+    outcome = await inbox.dispatch(leaving)
+    assert outcome is not None
+    assert (outcome.kind.value, outcome.attempts) == ("dead", 1)
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+@pytest.mark.parametrize("then", ["raises", "returns"])
+async def test_a_task_of_the_queue_that_does_not_end_costs_its_connection(postgres_lab: PostgresLab, then: str) -> None:
+    """The message is not settled, and the error says why; its lane is free when the claim is over."""
+    left: list[asyncio.Task[Any]] = []
+
+    async def leaving(message: Message[Any], tx: asyncpg.Connection) -> None:
+        left.append(asyncio.ensure_future(tx.execute("SELECT pg_sleep($1)", 60)))
+        await asyncio.sleep(0)
+        if then == "raises":
+            raise ValueError("no")
+
+    inbox, message = await postgres_lab.inbox(), postgres_lab.message()
+    await inbox.accept(message)
+    with pytest.raises(StoreUnavailable):
+        await inbox.dispatch(leaving)
+    await asyncio.gather(*left, return_exceptions=True)
+    record = await inbox.get_record(message)
+    assert record is not None
+    assert record.state is State.ACCEPTED
 
 
 LEAVES_STATE = "SET app.tenant = 'a'; SELECT pg_advisory_lock(42)"

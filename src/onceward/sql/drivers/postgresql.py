@@ -54,6 +54,8 @@ _AWAY = ("08", "57P")  # connection exceptions; shutdown, crash, cannot connect 
 _TOKENS, _numbers = token_hex(8), itertools.count()
 """Each transaction has a token that no other has."""
 
+_LEFT_BEHIND = "the handler left behind a task or a statement that still uses tx; await it before it returns"
+
 LOCATE = Statement(
     "SELECT nspname::text AS schema FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace "
     "WHERE pg_class.oid = to_regclass('onceward_records')"
@@ -177,6 +179,8 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
 
     async def begin(self, first: Statement | None = None) -> Result:
         claiming, opening = self._take_riding()
+        if self.gone:
+            raise StoreUnavailable("the connection to PostgreSQL was closed")
         self._start(_new_token())
         if self.idle_limit is not None:
             await self._settings()
@@ -265,10 +269,13 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         if guard is None or guard.has_ended:
             return
         guard.forget()
-        if not guard.running:  # a task that the failed handler left behind must not write in its neighbours' time
-            self._remember(guard)
-            guard.end_of_run()
-            self._guard = self._new_guard()
+        if not await guard.is_idle():
+            self._abandon()
+            raise StoreUnavailable(f"{_LEFT_BEHIND}; its connection was closed")
+        # A task that the failed handler left behind must not write in its neighbours' time.
+        self._remember(guard)
+        guard.end_of_run()
+        self._guard = self._new_guard()
 
     async def script(self, sql: str) -> None:
         await self._say(sql)
@@ -337,7 +344,7 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
 
     def _refuse_left_behind(self) -> NoReturn:
         self._abandon()
-        raise UsageError("the handler left behind a task or a statement that still uses tx; await it before it returns")
+        raise UsageError(_LEFT_BEHIND)
 
     def _last_trip(self) -> tuple[str, str]:
         """What is said to end the transaction; and where the next turn begins with it, its token."""
