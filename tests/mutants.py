@@ -317,13 +317,13 @@ def a_look_answers_new(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_first_of_a_batch_speaks_for_all(patch: pytest.MonkeyPatch) -> None:
-    def common_to_many(one: Work) -> Any:
+    def often_alike(one: Work) -> Any:
         said.append(original(one))
         return said[0]
 
     said: list[Any] = []
-    original = work._common_to_many
-    patch.setattr(work, "_common_to_many", common_to_many)
+    original = work._often_alike
+    patch.setattr(work, "_often_alike", often_alike)
 
 
 def a_claimed_position_counts_as_run(patch: pytest.MonkeyPatch) -> None:

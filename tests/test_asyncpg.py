@@ -476,6 +476,44 @@ async def test_a_task_of_the_queue_that_does_not_end_costs_its_connection(postgr
     assert record.state is State.ACCEPTED
 
 
+async def test_what_a_kept_verb_sets_later_is_reset(postgres_lab: PostgresLab) -> None:
+    kept: list[Any] = []
+    found: list[str] = []
+
+    async def keeping(message: Message[Any], tx: asyncpg.Connection) -> None:
+        kept.append(tx.prepare)
+
+    async def setting(message: Message[Any]) -> None:
+        await (await kept[0]("SELECT set_config('app.tenant', 'a', false)")).fetch()
+
+    async def looking(message: Message[Any], tx: asyncpg.Connection) -> None:
+        found.append(await tx.fetchval("SELECT coalesce(current_setting('app.tenant', true), '')"))
+
+    inbox = await postgres_lab.inbox(store=postgres_lab.store(max_size=1))
+    for handler in (keeping, setting, looking):
+        await inbox.process(postgres_lab.message(), handler)
+    assert found == [""]
+
+
+async def test_a_claim_of_many_that_cannot_tell_what_is_new_is_made_again(postgres_lab: PostgresLab) -> None:
+    """Another transaction with the same time and host has the message: here it is our own, by the hook."""
+    inbox: Any = None
+
+    async def on_begin(tx: asyncpg.Connection, message: Message[Any]) -> None:
+        identity = inbox.identity_of(known)
+        await tx.execute(
+            "INSERT INTO onceward_records (identity, consumer, tenant, scope, key, message_id, type, state, host, "
+            "processed_at) VALUES ($1, 'billing', 'default', $2, 'known', 'known', 't', 'processed', $3, now())",
+            str(identity), identity.scope, inbox._intake.host,
+        )  # fmt: skip
+
+    inbox, known = await postgres_lab.inbox(on_begin=on_begin), postgres_lab.message("known")
+    handler = Recorder(postgres_lab)
+    outcomes = await inbox.process_many([known, postgres_lab.message("new")], handler)
+    assert [outcome.kind.value for outcome in outcomes] == ["busy", "busy"]
+    assert handler.runs == []
+
+
 LEAVES_STATE = "SET app.tenant = 'a'; SELECT pg_advisory_lock(42)"
 
 

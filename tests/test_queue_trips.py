@@ -54,9 +54,11 @@ def _kind(outcome: Outcome[Any] | None) -> str | None:
     return None if outcome is None else outcome.kind.value
 
 
-@pytest.mark.parametrize("sound", [1, 2])
-async def test_lanes_of_a_dead_worker_are_told_beside_sound_ones(postgres_lab: PostgresLab, sound: int) -> None:
-    """Claimed together, and each of them has a turn of its own, at once and not when the claim is over."""
+@pytest.mark.parametrize(("sound", "most"), [(0, 1), (0, 10), (1, 10), (2, 10)])
+async def test_lanes_of_a_dead_worker_are_told_beside_sound_ones(
+    postgres_lab: PostgresLab, sound: int, most: int
+) -> None:
+    """ClaimHead together, and each of them has a turn of its own, at once and not when the claim is over."""
     inbox = await postgres_lab.inbox()
     await inbox.accept([message(number) for number in range(sound + 1)])
     await postgres_lab.query(
@@ -64,9 +66,23 @@ async def test_lanes_of_a_dead_worker_are_told_beside_sound_ones(postgres_lab: P
         "WHERE lane = (SELECT identity FROM onceward_records WHERE message_id = 'm0')"
     )
     async with inbox._settler.plain_unit() as unit:
-        claiming = Claiming(inbox.consumer, "me", 10, 10, 3.0, None, 300.0)
+        claiming = Claiming(inbox.consumer, "me", most, 10, 3.0, None, 300.0)
         begun = await unit.begin_turn(claiming, apart=False)
         assert (len(begun.lanes), len(begun.suspects)) == (sound, 1)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+async def test_a_record_that_others_have_moved_is_found_again(postgres_lab: PostgresLab, number: int) -> None:
+    async def moving(one: Message[Any], _tx: Any) -> None:
+        await postgres_lab.query(f"UPDATE onceward_records SET extra = '1' WHERE message_id = '{one.id}'")
+
+    async with await postgres_lab.inbox() as inbox:
+        await inbox.accept([message(one) for one in range(number)])
+        async with inbox.worker(moving, batch=number), asyncio.timeout(20):
+            while await postgres_lab.query("SELECT 1 FROM onceward_lanes LIMIT 1"):
+                await asyncio.sleep(0.02)
+        states = await postgres_lab.query("SELECT state, attempts FROM onceward_records")
+        assert states == [("processed", 1)] * number
 
 
 async def test_a_claim_whose_turn_cannot_begin_is_given_back(postgres_lab: PostgresLab) -> None:
@@ -134,6 +150,15 @@ async def test_a_handler_that_ends_the_savepoint_is_found_out_and_the_worker_goe
             assert worker.running
         rows = await postgres_lab.query("SELECT message_id, state FROM onceward_records ORDER BY message_id")
         assert rows == [(f"m{number}", "dead" if number == 3 else "processed") for number in range(6)]
+
+
+async def test_a_turn_knows_its_own_transaction_by_more_than_the_savepoint(postgres_lab: PostgresLab) -> None:
+    async def forging(_message: Message[Any], tx: Any) -> None:
+        await tx.execute("ROLLBACK; BEGIN; SAVEPOINT onceward_turn")
+
+    async with await postgres_lab.inbox() as inbox:
+        await inbox.accept(message(1))
+        assert _kind(await inbox.dispatch(forging)) == "dead"
 
 
 # --- the next turn begins in the trip that ends the one before it ----------------------------------------------------

@@ -17,7 +17,7 @@ from onceward.queue import SHARED, Kept, LaneEnd, Then, TurnClosing
 from onceward.record import Decision, Failure, Record, State, decide
 from onceward.retry import RetryPolicy
 from onceward.stats import QueueStats
-from onceward.store import Claimed, ClaimLine, Sweepable
+from onceward.store import ClaimHead, ClaimLine, Sweepable
 from onceward.testing import AiosqliteLab, Lab, PostgresLab, PsycopgLab, SqliteLab
 from tests.queue_tools import (
     CONSUMER,
@@ -680,7 +680,7 @@ async def _claim_many(queue: Queue, record: Any) -> None:
     digest = record.identity.digest
     lock = int.from_bytes(digest[:8], "big", signed=True)
     line = ClaimLine(digest.hex(), lock, record.key, stream=record.stream, position=record.position)
-    common = Claimed(CONSUMER, "h", record.tenant, record.scope, record.type, source="", topic="")
+    common = ClaimHead(CONSUMER, "h", record.tenant, record.scope, record.type, source="", topic="")
     async with queue.unit() as unit:
         assert await unit.claim_many([line], common) == {digest}
         await unit.commit()

@@ -94,7 +94,7 @@ class ClaimLine(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     stream: str | None = None
     position: int | None = None
     keep_ms: int | None = None
-    # Where they are the same for all of a claim, `Claimed` says them instead.
+    # Where they are the same for all lines, their ClaimHead says them instead.
     tenant: str | None = None
     scope: str | None = None
     type: str | None = None
@@ -103,8 +103,8 @@ class ClaimLine(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     handler: str | None = None
 
 
-class Claimed(msgspec.Struct, frozen=True, gc=False):
-    """What many claims of one statement have in common. None: each line says its own."""
+class ClaimHead(msgspec.Struct, frozen=True, gc=False):
+    """What is said once for all lines of a claim, by the same names. None: each line says its own."""
 
     consumer: str
     host: str
@@ -186,7 +186,7 @@ class Unit(Protocol[Tx_co]):
     def stands(self) -> bool:
         """As far as is known without asking the database: the transaction is open, and nobody has ended it."""
 
-    async def claim_many(self, claims: Sequence[ClaimLine], common: Claimed) -> set[bytes]:
+    async def claim_many(self, claims: Sequence[ClaimLine], head: ClaimHead) -> set[bytes]:
         """Begin, and insert the records in their order. That is the order of identities: so two batches that share
         messages cannot wait for each other. The digests of those that are new and ours; the others exist, or
         another transaction has them."""

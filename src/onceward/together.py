@@ -142,7 +142,7 @@ class Segment:
         self._claimed_within = timedelta()
         self._ran: list[Slot] = []
         self._idle: list[Slot] = []
-        """Claimed with the others, and not run after all."""
+        """ClaimHead with the others, and not run after all."""
 
     async def work(self) -> list[list[Slot]]:
         try:
@@ -169,9 +169,9 @@ class Segment:
         """Those whose tries are used up come back: they are for the single path."""
         slots = self._slots
         in_order = sorted(slots, key=BY_DIGEST)
-        claims, common = claims_of([slot.work for slot in in_order])
+        claims, head = claims_of([slot.work for slot in in_order])
         began = perf_counter()
-        self._new = new = await self._unit.claim_many(claims, common)
+        self._new = new = await self._unit.claim_many(claims, head)
         self._claimed_within = timedelta(seconds=perf_counter() - began, milliseconds=1)
         if len(new) == len(slots):
             return []

@@ -17,7 +17,7 @@ from onceward.message import Message
 from onceward.record import Record, State
 from onceward.retention import milliseconds
 from onceward.retry import RetryPolicy
-from onceward.store import Claimed, ClaimLine
+from onceward.store import ClaimHead, ClaimLine
 
 _FIRST_8 = Struct(">q").unpack_from
 """As a signed number: that of its advisory lock."""
@@ -96,9 +96,9 @@ class Work(msgspec.Struct, frozen=True, gc=False):
             return False
 
 
-def claims_of(works: Sequence[Work]) -> tuple[list[ClaimLine], Claimed]:
-    """The drafts of many as the lines of one claim, and what they have in common."""
-    rows = [_common_to_many(work) for work in works]
+def claims_of(works: Sequence[Work]) -> tuple[list[ClaimLine], ClaimHead]:
+    """The drafts of many as the lines of one claim, under what they have in common."""
+    rows = [_often_alike(work) for work in works]
     common = [column[0] if column.count(column[0]) == len(rows) else None for column in zip(*rows, strict=True)]
     if None not in common:
         lines = [_line(work) for work in works]
@@ -107,11 +107,11 @@ def claims_of(works: Sequence[Work]) -> tuple[list[ClaimLine], Claimed]:
             _line(work, *[None if said is not None else own for own, said in zip(row, common, strict=True)])
             for work, row in zip(works, rows, strict=True)
         ]
-    return lines, Claimed(works[0].identity.consumer, works[0].host, *common)
+    return lines, ClaimHead(works[0].identity.consumer, works[0].host, *common)
 
 
-def _common_to_many(work: Work) -> tuple[str, str, str, str, str, str]:
-    """What most messages of a batch have in common, as `Claimed` says it."""
+def _often_alike(work: Work) -> tuple[str, str, str, str, str, str]:
+    """In the order of ClaimHead."""
     message, identity = work.message, work.identity
     return identity.tenant, identity.scope, message.type, message.source, message.topic, work.handler.shape.name
 

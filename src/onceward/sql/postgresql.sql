@@ -323,7 +323,7 @@ WHERE n.nspname = current_schema() AND t.relname ~ '^onceward_' AND NOT g.tgisin
 UPDATE onceward_schema SET token = gen_random_uuid()::text WHERE coalesce(token, '') = ''
 
 -- Many messages at once. One parameter has all of them as JSON, sorted by identity. What they have in common is a parameter
--- of its own: to read it in each line would be half of the work. Nothing comes back, so it rides with BEGIN.
+-- of its own, and not read again in each line. Nothing comes back, so it rides with BEGIN.
 -- name: claim_many
 INSERT INTO onceward_records (
     identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts,

@@ -17,7 +17,7 @@ from onceward.retention import milliseconds
 from onceward.sql.catalog import Migration, migrations
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
-from onceward.store import Claimed, ClaimLine, Closing, Conflict, Done, Found
+from onceward.store import ClaimHead, ClaimLine, Closing, Conflict, Done, Found
 
 
 def claim(dialect: Dialect, record: Record) -> Statement:
@@ -130,15 +130,15 @@ class _Closing(msgspec.Struct, gc=False):
     duration_ms: float | None
 
 
-def claim_many(dialect: Dialect, claims: Sequence[ClaimLine], common: Claimed) -> Plan[set[bytes]]:
+def claim_many(dialect: Dialect, claims: Sequence[ClaimLine], head: ClaimHead) -> Plan[set[bytes]]:
     """They come sorted by identity. The digests of those that are new."""
-    said_once = msgspec.structs.asdict(common)
+    said_once = msgspec.structs.asdict(head)
     if dialect.sets:
         inserted = yield dialect("claim_many", {"claims": msgspec.json.encode(claims).decode(), **said_once})
         if inserted.changed == len(claims):
             return {bytes.fromhex(claim.identity) for claim in claims}
         identities = ",".join([claim.identity for claim in claims])
-        ours = yield dialect("claimed_of_many", {"identities": identities, "host": common.host})
+        ours = yield dialect("claimed_of_many", {"identities": identities, "host": head.host})
         if len(ours.rows) != inserted.changed:
             raise Conflict  # another transaction of this process began in the same microsecond
         return {bytes(row["digest"]) for row in ours.rows}

@@ -28,7 +28,7 @@ class GuardedConnection(Guard):
     used = False
     _savepoints = 0
     _last: CoroutineType[Any, Any, Any] | None = None
-    """The last statement with parameters."""
+    """The last statement with parameters. Not a list of all: nearly always it is the only one that may be open."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
@@ -38,7 +38,7 @@ class GuardedConnection(Guard):
 
     @property
     def running(self) -> int:  # type: ignore[override]
-        return self._inside + sum(verb.cr_frame is not None for verb in self._remembered_ones())
+        return self._inside + sum(verb.cr_frame is not None for verb in self._statements())
 
     def end_of_run(self) -> bool:
         self._close_unstarted()
@@ -48,12 +48,12 @@ class GuardedConnection(Guard):
         self._close_unstarted()
         self.forgotten = False
 
-    def _remembered_ones(self) -> list[CoroutineType[Any, Any, Any]]:
+    def _statements(self) -> list[CoroutineType[Any, Any, Any]]:
         return self._before if self._last is None else [*self._before, self._last]
 
     def _close_unstarted(self) -> None:
         """Statements that nobody has awaited yet: they must not be said outside of the transaction."""
-        for verb in self._remembered_ones():
+        for verb in self._statements():
             if verb.cr_frame is not None and inspect.getcoroutinestate(verb) == inspect.CORO_CREATED:
                 verb.close()
                 self.forgotten = True
@@ -62,22 +62,22 @@ class GuardedConnection(Guard):
         if timeout is not None:  # a name beside *args makes the call twice as long
             return self._guarded(self._connection.execute(query, *args, timeout=timeout))
         verb = self._connection.execute(query, *args)
-        return self._remembered(verb) if args else self._guarded(verb)
+        return self._watched(verb) if args else self._guarded(verb)
 
     def executemany(self, command: str, args: Any, *, timeout: float | None = None) -> Coroutine[Any, Any, None]:
         return self._guarded(self._connection.executemany(command, args, timeout=timeout))
 
     def fetch(self, query: str, *args: Any, **options: Any) -> Coroutine[Any, Any, list[Any]]:
         verb = self._connection.fetch(query, *args, **options)
-        return self._remembered(verb) if args else self._guarded(verb)
+        return self._watched(verb) if args else self._guarded(verb)
 
     def fetchrow(self, query: str, *args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
         verb = self._connection.fetchrow(query, *args, **options)
-        return self._remembered(verb) if args else self._guarded(verb)
+        return self._watched(verb) if args else self._guarded(verb)
 
     def fetchval(self, query: str, *args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
         verb = self._connection.fetchval(query, *args, **options)
-        return self._remembered(verb) if args else self._guarded(verb)
+        return self._watched(verb) if args else self._guarded(verb)
 
     def fetchmany(self, query: str, args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
         return self._guarded(self._connection.fetchmany(query, args, **options))
@@ -111,7 +111,7 @@ class GuardedConnection(Guard):
         self.used = self.is_lent = True
         return getattr(self._connection, name)
 
-    def _remembered(self, verb: Any) -> Any:
+    def _watched(self, verb: Any) -> Any:
         if self.is_lent and not self._connection.is_in_transaction():
             self.has_ended = not self._connection.is_closed()
         if self._over or self.has_ended:
@@ -127,7 +127,6 @@ class GuardedConnection(Guard):
         return verb
 
     async def _guarded(self, verb: Coroutine[Any, Any, Any]) -> Any:
-        # `enter` and `leave`, said here: two calls less for each statement of a handler.
         if self._over or self.has_ended:
             verb.close()
             self.check()

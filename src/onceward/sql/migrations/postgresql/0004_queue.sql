@@ -294,7 +294,7 @@ CREATE FUNCTION onceward_claim(
         times integer;
     BEGIN
         LOOP
-            IF most = 1 THEN   -- as below, and a quarter less work
+            IF most = 1 THEN   -- as below, without arrays
                 SELECT ctid, run_at INTO place, first_due FROM onceward_lanes
                 WHERE consumer = of_consumer AND run_at >= coalesce(since, '-infinity') AND run_at <= at
                   AND (until IS NULL OR until <= at) AND share % shares = number
@@ -435,7 +435,7 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
         IF cardinality(turn) = 1 THEN
             SELECT l.lane, l.seq INTO lone, lone_seq FROM onceward_lanes l WHERE l.ctid = turn[1] AND l.seq IS NOT NULL;
         END IF;
-        IF lone IS NOT NULL THEN   -- as below, and half of the work
+        IF lone IS NOT NULL THEN   -- as below, without arrays
             RETURN QUERY
             SELECT
                 uuid_send(lone), 1, first, txid_current(), clock_timestamp(),
@@ -556,7 +556,7 @@ CREATE PROCEDURE onceward_close(
         IF positions THEN
             PERFORM set_config('onceward.settles', 'all', true);   -- the trigger has nothing to do
         END IF;
-        IF missing = 1 AND records IS NOT NULL THEN   -- as below, and a third less work
+        IF missing = 1 AND records IS NOT NULL THEN   -- as below, without arrays
             UPDATE onceward_records r
             SET state = 'processed', attempts = r.attempts + 1,
                 started = greatest(0, r.started - coalesce(starts[1], 0)),
