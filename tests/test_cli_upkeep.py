@@ -178,9 +178,10 @@ def test_records_are_listed_by_state_and_age(url: str, capsys: pytest.CaptureFix
         return [record["message_id"] for record in found]
 
     assert names("--older-than", "1h") == ["old-1", "old-2", "year"]
-    assert names("--state", "dead", "--state", "failed") == ["dead", "failed"]
+    assert sorted(names("--state", "dead", "--state", "failed")) == ["dead", "failed"]
     assert names("--state", "failed", "--older-than", "5m") == []
-    assert names() == ["old-1", "old-2", "year", "new-1", "new-2", "dead", "failed"]
+    assert names()[:3] == ["old-1", "old-2", "year"]
+    assert sorted(names()[3:]) == ["dead", "failed", "new-1", "new-2"]  # they may be of the same millisecond
     assert names("--limit", "2") == ["old-1", "old-2"]
 
 
