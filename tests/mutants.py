@@ -112,10 +112,10 @@ def attempt_in_the_same_transaction(patch: pytest.MonkeyPatch) -> None:
 
 
 def identity_without(part: int) -> Patch:
-    original = identity.digest
+    original = identity._front
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(identity, "digest", lambda *parts: original(*parts[:part], *parts[part + 1 :]))
+        patch.setattr(identity, "_front", lambda *parts: original(*parts[:part], *parts[part + 1 :]))
 
     return apply
 

@@ -60,6 +60,12 @@ class Handler(msgspec.Struct, frozen=True):
     def name(self) -> str:
         return self.shape.name
 
+    @property
+    def caller(self) -> Callable[[Message[Any], Any], Any]:
+        """`call`, or the function itself where that would do nothing else."""
+        is_plain = self.lease is None and self.payload is None and self.shape.wants_tx
+        return self.function if is_plain else self.call
+
     def call(self, message: Message[Any], tx: Any) -> Any:
         """What the function gives: an awaitable, or a result. PayloadUndecodable: the payload does not fit its model.
 

@@ -17,8 +17,9 @@ class _Digest:
     """Found out once, then an attribute like any other. Not cached_property, which takes a lock before Python 3.12."""
 
     def __get__(self, identity: Identity, _type: type[Identity]) -> bytes:
-        found = digest(identity.consumer, identity.tenant, identity.scope, identity.key)
-        identity.__dict__["digest"] = found
+        key = identity.key.encode()
+        front = _front(identity.consumer, identity.tenant, identity.scope)
+        found = identity.__dict__["digest"] = sha256(front + len(key).to_bytes(4, "big") + key).digest()[:16]
         return found
 
 
@@ -45,12 +46,13 @@ class Identity(msgspec.Struct, frozen=True, dict=True):
 
 def digest(*parts: str) -> bytes:
     """The first 16 bytes of SHA-256 over the parts, each behind its length as four big-endian bytes."""
-    last = parts[-1].encode()
-    return sha256(_front(parts[:-1]) + len(last).to_bytes(4, "big") + last).digest()[:16]
+    return sha256(_joined(*parts)).digest()[:16]
 
 
-@lru_cache(maxsize=1024)
-def _front(parts: tuple[str, ...]) -> bytes:
-    """The same for all messages of a consumer, a tenant and a scope."""
+def _joined(*parts: str) -> bytes:
     encoded = [part.encode() for part in parts]
     return b"".join([len(part).to_bytes(4, "big") + part for part in encoded])
+
+
+_front = lru_cache(maxsize=1024)(_joined)
+"""The same for all messages of a consumer, a tenant and a scope."""

@@ -183,8 +183,9 @@ class Unit(Protocol[Tx_co]):
     # Many messages in one transaction: claim_many, [find_many, take], handlers, [unclaim], [complete_many], commit.
 
     @property
-    def stands(self) -> bool:
-        """As far as is known without asking the database: the transaction is open, and nobody has ended it."""
+    def stands(self) -> Callable[[], bool]:
+        """Whether, as far as is known without asking the database, the transaction is open and nobody has ended it.
+        One and the same question for as long as the transaction lasts: it is asked after each handler."""
 
     async def claim_many(self, claims: Sequence[ClaimLine], head: ClaimHead) -> set[bytes]:
         """Begin, and insert the records in their order. That is the order of identities: so two batches that share

@@ -226,33 +226,32 @@ class Segment:
     # --- the handlers ---------------------------------------------------------------------------------------
 
     async def _run_each(self) -> None:
+        """Little is said between two handlers: with many transactions at once, all of it comes from cold caches."""
         unit, ran, all_new = self._unit, self._ran, len(self._new) == len(self._slots)
-        tx = unit.tx
-        token = None
+        tx, stands = unit.tx, unit.stands
+        runs = [(slot, slot.work.message, slot.work.handler.caller, _current_of(slot)) for slot in self._slots]
+        token, began = None, perf_counter()
         try:
-            for slot in self._slots:
-                if not ((all_new and slot.is_free) or await self._admits(slot)):
-                    continue
-                work = slot.work
-                handler = work.handler
-                number = 1 if slot.before is None else slot.before.attempts + 1
-                before = enter(Current(work.identity, handler.shape.name, number, work.redelivered, work.origin))
+            for slot, message, call, current in runs:
+                if not (all_new and slot.is_free):
+                    if not await self._admits(slot):
+                        continue
+                    began = perf_counter()
+                before = enter(current)
                 token = token or before
                 ran.append(slot)
-                began = perf_counter()
                 try:
-                    if work.seen_before is not None and await _seen_before(slot, tx):
-                        result = None
-                    else:
-                        result = handler.call(work.message, tx)
+                    if slot.work.seen_before is None or not await _seen_before(slot, tx):
+                        result = call(message, tx)
                         if type(result) is CoroutineType or isawaitable(result):
                             result = await result
-                    slot.encoded = None if result is None else codec.encode(result, "result", ResultInvalid)
+                        if result is not None:
+                            slot.result, slot.encoded = result, codec.encode(result, "result", ResultInvalid)
                 except BaseException as error:
                     raise _Trouble(error, [slot]) from error
-                slot.result = result
-                slot.duration_ms = (perf_counter() - began) * 1000
-                if not unit.stands:
+                ended = perf_counter()
+                slot.duration_ms, began = (ended - began) * 1000, ended
+                if not stands():
                     self._check_not_lost()
                     raise _Trouble(HandlerEndedTransaction(), [slot])
         finally:
@@ -346,7 +345,7 @@ class Segment:
 
     async def _roll_back(self, error: BaseException, culprits: list[Slot] | None) -> list[list[Slot]] | None:
         """What is left after a repair; None where nothing had to be repaired."""
-        stood = self._unit.stands
+        stood = self._unit.stands()
         ended = await self._unit.ended()
         await self._unit.rollback()
         if not ended and not isinstance(error, HandlerEndedTransaction):
@@ -442,6 +441,11 @@ def _judge(slot: Slot, found: Found | None) -> Decision | None:
     except PayloadMismatch as error:
         slot.outcome = Outcome(Kind.FAILED, error=error)
     return decision
+
+
+def _current_of(slot: Slot) -> Current:
+    work, number = slot.work, 1 if slot.before is None else slot.before.attempts + 1
+    return Current(work.identity, work.handler.shape.name, number, work.redelivered, work.origin)
 
 
 def _place(work: Work) -> tuple[str, str | None, int | None]:

@@ -344,7 +344,7 @@ class Turn:
             else:
                 result, kind = await awaited(handler, handler.call(message, unit.tx)), Kind.PROCESSED
             slot.keep_result(result)
-            if not unit.stands and not unit.lost:
+            if not unit.stands() and not unit.lost:
                 raise HandlerEndedTransaction
         finally:
             slot.duration_ms = (perf_counter() - began) * 1000
@@ -362,7 +362,7 @@ class Turn:
             raise error
         if unit.lost:
             raise StoreUnavailable(f"the connection was lost while the handler ran: {error}") from error
-        if isinstance(error, HandlerEndedTransaction) or not unit.stands:
+        if isinstance(error, HandlerEndedTransaction) or not unit.stands():
             await self._bury_ended(slot, error)
         if unit.is_conflict(error):
             raise Conflict from error
@@ -428,7 +428,7 @@ class Turn:
             messages = [slot.handler.decoded(slot.message) for slot in part if slot.handler is not None]
             results = await bulk.run(messages, unit.tx) if messages else ()
             encoded = [None if one is None else codec.encode(one, "result", ResultInvalid) for one in results]
-            if not unit.stands and not unit.lost:
+            if not unit.stands() and not unit.lost:
                 raise HandlerEndedTransaction
             if carefully:
                 await unit.savepoint()  # it also tells whether the transaction is still alive
@@ -449,7 +449,7 @@ class Turn:
             raise error
         if unit.lost:
             raise StoreUnavailable(f"the connection was lost while the handler ran: {error}") from error
-        if isinstance(error, HandlerEndedTransaction) or not unit.stands:
+        if isinstance(error, HandlerEndedTransaction) or not unit.stands():
             await self._bury_ended(None, error, ran=part)
         if unit.is_conflict(error):
             raise Conflict from error

@@ -39,7 +39,6 @@ class Session(Protocol[Tx_co]):
 
     async def execute(self, statement: Statement) -> Result: ...
 
-    @property
     def stands(self) -> bool:
         """What is known without asking: the transaction is open, and is the one that we began."""
 
@@ -71,6 +70,9 @@ class SessionDefaults:
     """Of a session whose handle sends everything at once, and whose work may be a task of its own."""
 
     goes_on = False
+
+    def stands(self) -> bool:
+        return True
 
     def to_its_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         return finish(work)

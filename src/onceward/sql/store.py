@@ -317,7 +317,7 @@ class SqlUnit(Generic[Tx]):
     # --- many -----------------------------------------------------------------------------------------------
 
     @property
-    def stands(self) -> bool:
+    def stands(self) -> Callable[[], bool]:
         return self._session.stands
 
     async def claim_many(self, claims: Sequence[ClaimLine], head: ClaimHead) -> set[bytes]:
@@ -453,7 +453,7 @@ class SqlUnit(Generic[Tx]):
 
     async def back_to_savepoint(self) -> None:
         await self._session.forget()
-        if not self._session.stands:
+        if not self._session.stands():
             raise Ended
         await self._session.script("ROLLBACK TO onceward_turn;")
 

@@ -45,7 +45,6 @@ class AiosqliteSession(SessionDefaults):
     def gone(self) -> bool:
         return not self._raw.is_alive() if hasattr(self._raw, "is_alive") else False
 
-    @property
     def stands(self) -> bool:
         return bool(self._savepoint) and bool(self._raw.in_transaction)
 

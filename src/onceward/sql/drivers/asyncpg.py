@@ -47,6 +47,10 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
         self._lent = True
         return GuardedConnection(self._connection)
 
+    def stands(self) -> bool:
+        guard = self._guard  # as in all drivers, with one call less after each handler
+        return guard is not None and not guard.has_ended and self._connection.is_in_transaction()
+
     def _in_transaction(self) -> bool:
         return bool(self._connection.is_in_transaction())
 

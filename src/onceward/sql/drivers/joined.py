@@ -33,7 +33,6 @@ class JoinedSession(SessionDefaults, ABC):
     """What every kind of handle does; the primitives are at the end."""
 
     lost = gone = False
-    stands = True
     dialect: str
 
     def __init__(self, tx: Any, *, read_only: bool = False) -> None:

@@ -163,7 +163,6 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
     def lost(self) -> bool:
         return self.gone and not self._abandoned
 
-    @property
     def stands(self) -> bool:
         guard = self._guard
         return guard is not None and not guard.has_ended and self._in_transaction()

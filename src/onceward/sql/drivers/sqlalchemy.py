@@ -59,9 +59,8 @@ class OrmTransaction:
                 "your sessionmaker. Give the inbox one without them; other databases need sessions of their own."
             )
 
-    @property
     def stands(self) -> bool:
-        return bool(super().stands) and (self._root is None or self._root.is_active)  # type: ignore[misc]
+        return bool(super().stands()) and (self._root is None or self._root.is_active)  # type: ignore[misc]
 
     async def begin(self, first: Statement | None = None) -> Result:
         result: Result = await super().begin(first)  # type: ignore[misc]

@@ -136,7 +136,6 @@ class SqliteSession(SessionDefaults):
             raise UsageError("there is no transaction")
         return self._tx
 
-    @property
     def stands(self) -> bool:
         return self._tx is not None and not self._ended and self._writer.alive
 
@@ -297,7 +296,6 @@ class SqliteReadSession(SessionDefaults):
     """Reads what is committed, on a connection of its own: in WAL mode nothing makes it wait."""
 
     lost = gone = False
-    stands = True
 
     def __init__(self, connection: sqlite3.Connection, path: str) -> None:
         self._connection = connection
