@@ -166,17 +166,18 @@ WITH message AS (
            'orders', 'accepted', '{{"order": "o", "cents": 1}}', sha256('x'), 'h:1', 'waiting-' || i, 1,
            json_build_array(json_build_object('stream', 'never', 'position', i)), nextval('onceward_received')
     FROM generate_series($1::bigint, $2) i
-    RETURNING *),
+    RETURNING *, ctid::text AS place),
 line AS (
-    INSERT INTO onceward_pending (seq, identity, lane, rank, track, "position", aside)
+    INSERT INTO onceward_pending (seq, identity, lane, rank, track, "position", aside, record)
     SELECT received_position, identity, coalesce($3, identity), CASE WHEN $3 IS NULL THEN 1 ELSE -1 END,
-           CASE WHEN $3 IS NULL THEN NULL ELSE stream END, 1, $3 IS NOT NULL
+           CASE WHEN $3 IS NULL THEN NULL ELSE stream END, 1, $3 IS NOT NULL, place
     FROM message),
 lane AS (
     INSERT INTO onceward_lanes (lane, consumer, tenant, name, share, state, run_at)
     SELECT identity, consumer, tenant, stream, 1, 'waiting', NULL FROM message WHERE $3 IS NULL)
-INSERT INTO onceward_waits (seq, consumer, tenant, stream, "position", lane, deadline)
-SELECT received_position, consumer, tenant, 'never', substr(key, 2)::bigint, coalesce($3, identity),
+INSERT INTO onceward_waits (seq, consumer, tenant, stream, "position", place, lane, deadline)
+SELECT received_position, consumer, tenant, 'never', substr(key, 2)::bigint,
+       onceward_place(consumer, tenant, 'never', substr(key, 2)::bigint), coalesce($3, identity),
        now() + interval '1 day'
 FROM message
 """
@@ -189,10 +190,10 @@ WITH message AS (
            '{CONSUMER}', 'default', 'source:shop', 'r' || i, 'r' || i, 'order.paid', 'shop',
            'orders', 'accepted', '{{"order": "o", "cents": 1}}', sha256('x'), 'h:1', nextval('onceward_received')
     FROM generate_series($1::bigint, $2) i
-    RETURNING *)
-INSERT INTO onceward_lanes (lane, consumer, tenant, share, run_at, seq)
+    RETURNING *, ctid::text AS place)
+INSERT INTO onceward_lanes (lane, consumer, tenant, share, run_at, seq, record)
 SELECT identity, consumer, tenant, 1, now() + received_position * interval '1 microsecond' - interval '1 hour',
-       received_position
+       received_position, place
 FROM message
 """
 STEP = 250_000

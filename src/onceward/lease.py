@@ -76,7 +76,7 @@ class Lease:
         async with self._held() as unit:
             yield unit.tx
             slot.keep_result(self.result)
-            closing = TurnClosing(self._owner, [LaneEnd(lane.hex())], [slot.done_line()])
+            closing = TurnClosing(self._owner, [LaneEnd(lane.hex())], [slot.done_line()], settled=slot.settled())
             await unit.close_lanes(closing, consumer=intake.consumer, host=intake.host)
             await unit.commit()
         self.completed = True
@@ -144,7 +144,7 @@ class Lease:
         async with self._settler.plain_unit() as unit:
             if slot.outcome is None or lane not in await unit.hold_lanes(self._owner, [lane]):
                 return False
-            closing = TurnClosing(self._owner, [end], failed=[slot.failed_line(slot.outcome)])
+            closing = TurnClosing(self._owner, [end], failed=[slot.failed_line(slot.outcome)], settled=slot.settled())
             await unit.close_lanes(closing, consumer=intake.consumer, host=intake.host)
             await unit.commit()
         return True

@@ -276,8 +276,8 @@ class TurnClosing(msgspec.Struct, frozen=True):
     """The seq of those that come after one of their track that is set aside."""
     lone: bool = False
     """Each of its lanes is one message without a lane, and done."""
-    positions: bool = True
-    """Some of its messages may have one."""
+    settled: Sequence[tuple[str, str, int]] = ()
+    """The positions that are done, or will never be: of a tenant, in a stream."""
     xid: str | None = None
     """See Taken."""
 

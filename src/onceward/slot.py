@@ -135,6 +135,13 @@ class Slot(msgspec.Struct, eq=False):
             row,
         )
 
+    def settled(self) -> list[tuple[str, str, int]]:
+        """Its position, if it has one, unless it is tried again: nobody need wait for it any more."""
+        message, outcome = self.message, self.outcome
+        if message.stream is None or message.position is None or (outcome and outcome.kind is Kind.FAILED):
+            return []
+        return [(self.queued.identity.tenant, message.stream, message.position)]
+
     def failed_line(self, outcome: Outcome[Any]) -> FailedLine:
         delay = None
         if outcome.retry_at is not None:

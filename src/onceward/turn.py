@@ -489,7 +489,7 @@ class Turn:
         ahead.found = None if begun is None else (then, begun)
 
     def _closing(self) -> TurnClosing:
-        done, failed = [], []
+        done, failed, settled = [], [], []
         for slot in self._slots:
             outcome = slot.outcome
             if outcome is None or outcome.kind is Kind.BUSY:
@@ -498,14 +498,12 @@ class Turn:
                 failed.append(slot.failed_line(outcome))
             else:
                 done.append(slot.done_line())
+            settled += slot.settled()
         if self.leased is not None:
             self._stop(self.leased, Then.KEPT)
         ends = [self._ends.get(lane) or LaneEnd(lane.hex()) for lane in sorted(self._taken.lanes)]
         lone = len(done) == len(ends) and not any(slot.is_ordered for slot in self._slots)
-        positions = any(slot.message.position is not None for slot in self._slots)
-        return TurnClosing(
-            self._owner, ends, done, failed, self._blocked, self._behind, lone, positions, self._taken.xid
-        )
+        return TurnClosing(self._owner, ends, done, failed, self._blocked, self._behind, lone, settled, self._taken.xid)
 
     async def _refused(self, error: Exception) -> None:
         """Nothing was written. Who is to blame is known only when one message ran."""

@@ -184,6 +184,7 @@ LANES = sa.Table(
     sa.Column("claims", sa.Integer, nullable=False, server_default="0"),
     _id("blocker", nullable=True),
     _long("seq", nullable=True),
+    _text("record", nullable=True),
 )
 PENDING = sa.Table(
     "onceward_pending",
@@ -196,6 +197,7 @@ PENDING = sa.Table(
     _long("position", nullable=True),
     sa.Column("aside", sa.Boolean, nullable=False, server_default=sa.false()),
     _moment("due"),
+    _text("record", nullable=True),
 )
 WAITS = sa.Table(
     "onceward_waits",
@@ -205,6 +207,7 @@ WAITS = sa.Table(
     _text("tenant"),
     _text("stream"),
     _long("position"),
+    _text("place"),
     _id("lane"),
     _moment("deadline"),
 )
@@ -251,7 +254,7 @@ _index(
 _index(PENDING, "next", "lane", "rank", "seq", where="NOT aside")
 _index(PENDING, "aside", "lane", where="aside")
 _index(PENDING, "track", "lane", "track", "position", "seq", where="track IS NOT NULL")
-_index(WAITS, "position", "stream", "position", "tenant", "consumer")
+_index(WAITS, "place", "place", postgresql_using="hash")
 _index(WAITS, "deadline", "consumer", "deadline", where="deadline IS NOT NULL")
 
 TABLES = frozenset(_Base.metadata.tables)

@@ -384,12 +384,13 @@ FROM onceward_accept(:consumer::text, :host::text, :lines::text::json, :lanes::t
 SELECT uuid_send(one.lane) AS lane, one.claims, first_due
 FROM onceward_claim(
          :consumer::text, :owner::text, :most::int, :lease::float8, :since::timestamptz, :shares::bigint,
-         :number::bigint) c,
+         :number::bigint, NULL) c,
      unnest(c.lanes, c.claims) AS one(lane, claims)
 
 -- name: queue_claim_for_turn
 SELECT onceward_claim(
-    :consumer::text, :owner::text, :most::int, :lease::float8, :since::timestamptz, :shares::bigint, :number::bigint)
+    :consumer::text, :owner::text, :most::int, :lease::float8, :since::timestamptz, :shares::bigint, :number::bigint,
+    :hints::text::tid[])
 
 -- What was claimed for a turn that could not begin.
 -- name: queue_release_claimed
@@ -419,13 +420,14 @@ SELECT uuid_send(lane) AS lane FROM unnest(onceward_open(:owner::text, string_to
 -- Said without parameters, in the trip of COMMIT: the procedure says what its arguments are.
 -- name: queue_close_at_commit
 CALL onceward_close(
-    :token, :consumer, :host, :owner, :lone, :positions, :ends, :failed, :blocked, :behind, :seqs, :identities,
-    :handlers, :results, :durations, :keeps, :starts, :records, :rows)
+    :token, :consumer, :host, :owner, :lone, :ends, :failed, :blocked, :behind, :tenants, :streams, :positions, :seqs,
+    :identities, :handlers, :results, :durations, :keeps, :starts, :records, :rows)
 
 -- name: queue_close
 CALL onceward_close(
-    NULL, :consumer::text, :host::text, :owner::text, :lone::boolean, :positions::boolean, :ends::text::json, :failed::text::json,
-    :blocked::text::json, :behind::text::json, :seqs::text::bigint[], :identities::text::uuid[], :handlers::text::text[],
+    NULL, :consumer::text, :host::text, :owner::text, :lone::boolean, :ends::text::json, :failed::text::json,
+    :blocked::text::json, :behind::text::json, :tenants::text::text[], :streams::text::text[],
+    :positions::text::bigint[], :seqs::text::bigint[], :identities::text::uuid[], :handlers::text::text[],
     :results::text::text[], :durations::text::float8[], :keeps::text::bigint[], :starts::text::integer[],
     :records::text::tid[], :rows::text::tid[])
 

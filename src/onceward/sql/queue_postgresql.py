@@ -48,10 +48,11 @@ def accept(dialect: Dialect, lines: Sequence[QueueLine], consumer: str, host: st
 class Mark:
     """Where the last claim found something, and when the last one looked from the beginning. See onceward_claim."""
 
-    __slots__ = ("looked", "since")
+    __slots__ = ("hints", "looked", "since")
 
     def __init__(self) -> None:
         self.since: datetime | None = None
+        self.hints: str | None = None
         self.looked = 0.0
 
     def begin(self) -> datetime | None:
@@ -61,9 +62,14 @@ class Mark:
             return None
         return self.since
 
-    def found(self, first_due: datetime | None, *, all_that_was_asked: bool) -> None:
+    def take_hints(self) -> str | None:
+        """They are for one claim; it gives back what it did not need."""
+        hints, self.hints = self.hints, None
+        return hints
+
+    def found(self, first_due: datetime | None, hints: str | None = None, *, all_that_was_asked: bool) -> None:
         """Where there was less there is no backlog, and what comes next may be anywhere."""
-        self.since = first_due if all_that_was_asked else None
+        self.since, self.hints = (first_due, hints) if all_that_was_asked else (None, None)
 
 
 Marks: TypeAlias = dict[tuple[str, Share | None], Mark]
@@ -86,7 +92,8 @@ def claiming(dialect: Dialect, wanted: Claiming, marks: Marks) -> Statement:
     """A claim to be said before the BEGIN of its turn."""
     mark = marks.setdefault((wanted.consumer, wanted.share), Mark())
     params = _claiming(wanted.consumer, wanted.owner, wanted.lanes, wanted.lease, wanted.share)
-    return dialect("queue_claim_for_turn", {**params, "lease": str(wanted.lease), "since": mark.begin()})
+    params |= {"lease": str(wanted.lease), "since": mark.begin(), "hints": mark.take_hints()}
+    return dialect("queue_claim_for_turn", params)
 
 
 def _claiming(consumer: str, owner: str, most: int, lease: float, share: Share | None) -> dict[str, Any]:
@@ -98,8 +105,8 @@ def take_claimed(dialect: Dialect, wanted: Claiming, marks: Marks) -> Plan[Begun
     rows = (yield dialect("queue_take", {"most": wanted.most, "together": True})).rows
     taken = _taken([row for row in rows if row["claims"] == 1])
     begun = Begun(list(taken.lanes), [row["lane_id"] for row in rows if row["claims"] > 1], taken)
-    first_due = rows[0]["first_due"] if rows else None
-    marks[wanted.consumer, wanted.share].found(first_due, all_that_was_asked=len(begun.claimed) == wanted.lanes)
+    first_due, hints = (rows[0]["first_due"], rows[0]["hints"]) if rows else (None, None)
+    marks[wanted.consumer, wanted.share].found(first_due, hints, all_that_was_asked=len(begun.claimed) == wanted.lanes)
     return begun
 
 
@@ -156,11 +163,21 @@ def _closing(closing: TurnClosing, consumer: str, host: str) -> dict[str, Any]:
         "host": host,
         "owner": closing.owner,
         "lone": closing.lone,
-        "positions": closing.positions,
         "ends": _json(special) if special else None,
         **parts,
+        **_settled(closing),
         **(_columns(closing.done) if closing.done else _NOTHING_DONE),
     }
+
+
+def _settled(closing: TurnClosing) -> dict[str, str | None]:
+    if not closing.settled:
+        return _NOTHING_SETTLED
+    tenants, streams, positions = zip(*closing.settled, strict=True)
+    return {"tenants": _array(tenants), "streams": _array(streams), "positions": f"{{{','.join(map(str, positions))}}}"}
+
+
+_NOTHING_SETTLED: dict[str, str | None] = {"tenants": None, "streams": None, "positions": None}
 
 
 def _columns(lines: Sequence[DoneLine]) -> dict[str, str | None]:

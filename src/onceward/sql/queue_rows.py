@@ -92,7 +92,7 @@ def _look(
 def queued_of(row: Mapping[str, Any], now: datetime) -> Queued:
     """As PostgreSQL gives it, see onceward_take. All at once: to ask for them by name takes four times as long."""
     (
-        lane, _, _, _, _, seq, rank, track, due, behind, unmet, record_place, row_place, identity, consumer, tenant,
+        lane, _, _, _, _, _, seq, rank, track, due, behind, unmet, record_place, row_place, identity, consumer, tenant,
         scope, key, message_id, type_, source, topic, origin, attempts, started, payload, body, headers, received_at,
         occurred_at, stream, position, depends_on,
     ) = row.values()  # fmt: skip

@@ -390,10 +390,13 @@ WHERE aside AND seq = (
     SELECT seq FROM onceward_pending WHERE lane = :lane AND track = :track ORDER BY position, seq LIMIT 1)
 
 -- name: queue_wait
-INSERT INTO onceward_waits (seq, consumer, tenant, stream, position, lane, deadline)
-VALUES (:seq, :consumer, :tenant, :stream, :position, :lane, :deadline)
+INSERT INTO onceward_waits (seq, consumer, tenant, stream, position, place, lane, deadline)
+VALUES (
+    :seq, :consumer, :tenant, :stream, :position,
+    :consumer || char(31) || :tenant || char(31) || :stream || char(31) || :position, :lane, :deadline)
 ON CONFLICT (seq) DO UPDATE
-SET tenant = excluded.tenant, stream = excluded.stream, position = excluded.position, deadline = excluded.deadline
+SET tenant = excluded.tenant, stream = excluded.stream, position = excluded.position, place = excluded.place,
+    deadline = excluded.deadline
 
 -- name: queue_aside
 UPDATE onceward_pending SET aside = true WHERE seq = :seq AND rank < 0

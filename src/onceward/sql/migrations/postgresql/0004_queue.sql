@@ -21,7 +21,8 @@ CREATE TABLE onceward_lanes (
     until     timestamptz,        -- and has it until then, unless its turn takes longer; NULL: nobody has it
     claims    integer NOT NULL DEFAULT 0,   -- claims that nobody gave back
     blocker   uuid,               -- the dead letter that holds it up
-    seq       bigint              -- of a message without a lane: this row is all that it has here
+    seq       bigint,             -- of a message without a lane: this row is all that it has here
+    record    text                -- and where its record was when it was accepted (ctid): nearly always it still is there
 ) WITH (fillfactor = 50);
 -- A claim changes nothing that is indexed, and there is room for it in the same page: it costs no index anything.
 -- Sleeping lanes are not in it; those that are due later are at its end. So their number costs a worker nothing.
@@ -40,7 +41,8 @@ CREATE TABLE onceward_pending (
     track     text,
     position  bigint,
     aside     boolean NOT NULL DEFAULT false,
-    due       timestamptz
+    due       timestamptz,
+    record    text                -- as in onceward_lanes
 );
 CREATE INDEX onceward_pending_next ON onceward_pending (lane, rank, seq) WHERE NOT aside;
 CREATE INDEX onceward_pending_aside ON onceward_pending (lane) WHERE aside;
@@ -53,11 +55,12 @@ CREATE TABLE onceward_waits (
     tenant    text NOT NULL,
     stream    text NOT NULL,
     position  bigint NOT NULL,
+    place     text NOT NULL,      -- onceward_place: all four of them
     lane      uuid NOT NULL,
     deadline  timestamptz
 );
--- Its first column is not the consumer: or a look for deadlines, which knows only that, might take this one.
-CREATE INDEX onceward_waits_position ON onceward_waits (stream, position, tenant, consumer);
+-- A hash: everything that is settled is looked up here, and nearly always in vain. It costs the same however many wait.
+CREATE INDEX onceward_waits_place ON onceward_waits USING hash (place);
 CREATE INDEX onceward_waits_deadline ON onceward_waits (consumer, deadline) WHERE deadline IS NOT NULL;
 
 -- Up to here a stream is done, although its records are gone.
@@ -93,6 +96,10 @@ CREATE TABLE onceward_counters (
 --   that ends in LIMIT. An equals sign in a join would allow to read a whole index and to join the other way round, and
 --   so would a condition that a partial index promises, unless it is hidden (coalesce): while a table is small, that
 --   looks cheap.
+
+CREATE FUNCTION onceward_place(consumer text, tenant text, stream text, "position" bigint) RETURNS text
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    AS $$ SELECT $1 || chr(31) || $2 || chr(31) || $3 || chr(31) || $4::text $$;
 
 CREATE FUNCTION onceward_position_lock(consumer text, tenant text, stream text, "position" bigint) RETURNS bigint
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
@@ -176,17 +183,17 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
             WHERE pg_try_advisory_xact_lock(lock)
             ORDER BY identity      -- so that two lists that share messages cannot wait for each other
             ON CONFLICT (identity) DO NOTHING
-            RETURNING identity),
+            RETURNING identity, ctid::text AS record),
         alone AS (
-            INSERT INTO onceward_lanes (lane, consumer, tenant, share, run_at, state, seq)
+            INSERT INTO onceward_lanes (lane, consumer, tenant, share, run_at, state, seq, record)
             SELECT identity, of_consumer, tenant, share, greatest(coalesce(not_before, now()), now()),
-                   CASE WHEN not_before > now() THEN 'later' ELSE 'ready' END, seq
+                   CASE WHEN not_before > now() THEN 'later' ELSE 'ready' END, seq, record
             FROM input JOIN inserted USING (identity) WHERE lane_name IS NULL
             ON CONFLICT (lane) DO UPDATE   -- of a record that somebody has deleted
-            SET seq = excluded.seq, run_at = excluded.run_at, state = excluded.state),
+            SET seq = excluded.seq, run_at = excluded.run_at, state = excluded.state, record = excluded.record),
         kept AS (
-            INSERT INTO onceward_pending (seq, identity, lane, rank, track, "position", due)
-            SELECT seq, identity, lane, rank, track, "position", not_before
+            INSERT INTO onceward_pending (seq, identity, lane, rank, track, "position", due, record)
+            SELECT seq, identity, lane, rank, track, "position", not_before, record
             FROM input JOIN inserted USING (identity) WHERE lane_name IS NOT NULL
             RETURNING lane)
         SELECT (SELECT count(*) FROM input), (SELECT array_agg(identity) FROM inserted), array_agg(DISTINCT lane)
@@ -266,13 +273,14 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
 --
 -- A lane that has ended stays in the index until VACUUM, and at its beginning, where everybody looks. So whoever has
 -- claimed something before begins with the time that it found there (`since`), and looks from the beginning only now
--- and then, and when there is nothing: for lanes that were committed late.
+-- and then, and when there is nothing: for lanes that were committed late. And where it wants one lane, of many that are
+-- due, it is told the places of the next ones (`hints`), and need not look at all for a while.
 --
 -- What was claimed is remembered in the session too, for those who begin their turn in the same trip (onceward_open):
 -- lanes by their places, apart from those whose last worker died, which have turns of their own.
 CREATE FUNCTION onceward_claim(
         of_consumer text, by_owner text, most integer, lease float8, since timestamptz, shares bigint, number bigint,
-        OUT lanes uuid[], OUT claims integer[], OUT first_due timestamptz)
+        hints tid[], OUT lanes uuid[], OUT claims integer[], OUT first_due timestamptz)
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
@@ -290,15 +298,39 @@ CREATE FUNCTION onceward_claim(
         sound tid[];
         suspect uuid[];
         place tid;
+        hint tid;
+        tried integer := 0;
         lane uuid;
         times integer;
     BEGIN
-        LOOP
+        IF since IS NULL OR most > 1 THEN
+            hints := NULL;
+        END IF;
+        WHILE place IS NULL AND tried < cardinality(hints) LOOP
+            tried := tried + 1;
+            hint := hints[tried];
+            SELECT ctid, run_at INTO place, first_due FROM onceward_lanes
+            WHERE ctid = hint AND consumer = of_consumer AND run_at <= at
+              AND (until IS NULL OR until <= at) AND share % shares = number
+            FOR NO KEY UPDATE SKIP LOCKED;
+        END LOOP;
+        IF tried > 0 THEN
+            hints := nullif(hints[tried + 1:], '{}');
+        END IF;
+        WHILE place IS NULL LOOP
             IF most = 1 THEN   -- as below, without arrays
                 SELECT ctid, run_at INTO place, first_due FROM onceward_lanes
                 WHERE consumer = of_consumer AND run_at >= coalesce(since, '-infinity') AND run_at <= at
                   AND (until IS NULL OR until <= at) AND share % shares = number
                 ORDER BY run_at LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED;
+                -- Not where there were none when somebody looked last: it is one lane that is due again and again.
+                IF place IS NOT NULL AND since IS NOT NULL AND hints IS NULL THEN
+                    hints := ARRAY (
+                        SELECT ctid FROM onceward_lanes
+                        WHERE consumer = of_consumer AND run_at >= first_due AND run_at <= at
+                          AND (until IS NULL OR until <= at) AND share % shares = number AND ctid <> place
+                        ORDER BY run_at LIMIT 10);
+                END IF;
                 EXIT WHEN place IS NOT NULL OR since IS NULL;
                 since := NULL;
                 CONTINUE;
@@ -338,6 +370,7 @@ CREATE FUNCTION onceward_claim(
         PERFORM set_config('synchronous_commit', 'off', true),
                 set_config('onceward.claimed', coalesce(sound::text, '{}'), false),
                 set_config('onceward.suspect', coalesce(suspect::text, '{}'), false),
+                set_config('onceward.hints', coalesce(hints::text, ''), false),
                 set_config('onceward.first_due', coalesce(first_due::text, ''), false);   -- hence datestyle
     END $$;
 
@@ -399,7 +432,7 @@ CREATE FUNCTION onceward_open(by_owner text, claimed uuid[] DEFAULT NULL) RETURN
 -- claimed for this turn and has to have its own (`claims`). What is the same for all is said in the first.
 CREATE FUNCTION onceward_take(most integer, together boolean)
     RETURNS TABLE (
-        lane_id bytea, claims integer, first_due timestamptz, xid bigint, now timestamptz,
+        lane_id bytea, claims integer, first_due timestamptz, hints text, xid bigint, now timestamptz,
         seq bigint, rank bigint, track text, due timestamptz, behind boolean, unmet text, record_place text,
         row_place text, identity bytea, consumer text, tenant text, scope text, key text, message_id text, type text, source text,
         topic text, origin text, attempts integer, started integer, payload text, body bytea, headers text,
@@ -418,27 +451,34 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
     DECLARE
         turn tid[] := current_setting('onceward.turn');
         first timestamptz;
+        next text;
         lone uuid;           -- the only lane, when it is a message without one
         lone_seq bigint;
+        lone_record tid;
         told boolean := false;
         -- One entry for each message, in the order in which they may run; one for a lane without messages.
         lanes uuid[];
         seqs bigint[];       -- of messages without a lane
+        records tid[];
         places tid[];        -- of the others
         behinds boolean[];
         has_tracks boolean;
+        has_aside boolean := false;   -- something that comes next in a track is
+        more bigint;         -- lanes in which there is another message after these
     BEGIN
         IF together THEN
             most := greatest(1, most / greatest(1, cardinality(turn)));
             first := nullif(current_setting('onceward.first_due'), '');
+            next := nullif(current_setting('onceward.hints'), '');
         END IF;
         IF cardinality(turn) = 1 THEN
-            SELECT l.lane, l.seq INTO lone, lone_seq FROM onceward_lanes l WHERE l.ctid = turn[1] AND l.seq IS NOT NULL;
+            SELECT l.lane, l.seq, l.record::tid INTO lone, lone_seq, lone_record
+            FROM onceward_lanes l WHERE l.ctid = turn[1] AND l.seq IS NOT NULL;
         END IF;
         IF lone IS NOT NULL THEN   -- as below, without arrays
             RETURN QUERY
             SELECT
-                uuid_send(lone), 1, first, txid_current(), clock_timestamp(),
+                uuid_send(lone), 1, first, next, txid_current(), clock_timestamp(),
                 lone_seq, -1::bigint, NULL::text, NULL::timestamptz, false,
                 CASE WHEN r.depends_on IS NOT NULL
                      THEN (SELECT row_to_json(d)::text FROM onceward_unmet(r.consumer, r.tenant, r.depends_on) d) END,
@@ -446,64 +486,80 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
                 uuid_send(r.identity), r.consumer, r.tenant, r.scope, r.key, r.message_id, r.type, r.source, r.topic,
                 r.origin, r.attempts, r.started, r.payload::text, r.body, r.headers::text, r.received_at, r.occurred_at,
                 r.stream, r."position", r.depends_on::text
-            FROM onceward_records r WHERE r.identity = lone;
+            FROM onceward_records r WHERE r.ctid = lone_record AND (r.identity = lone) IS TRUE;
             told := FOUND;
         END IF;
         IF NOT told THEN
-            SELECT array_agg(l.lane), array_agg(l.seq), array_agg(p.ctid), bool_or(p.track IS NOT NULL)
-            INTO lanes, seqs, places, has_tracks
-            FROM onceward_lanes l
-            LEFT JOIN LATERAL (
-                SELECT p.ctid, p.track FROM onceward_pending p
-                WHERE p.lane = l.lane AND NOT p.aside AND l.seq IS NULL
-                ORDER BY p.rank, p.seq LIMIT most) p ON true
-            WHERE l.ctid = ANY (turn);
+            -- One more than is wanted: then onceward_close need not look whether there is another.
+            SELECT array_agg(lane) FILTER (WHERE nth <= most), array_agg(seq) FILTER (WHERE nth <= most),
+                   array_agg(record) FILTER (WHERE nth <= most), array_agg(place) FILTER (WHERE nth <= most),
+                   bool_or(track IS NOT NULL), count(*) FILTER (WHERE nth > most)
+            INTO lanes, seqs, records, places, has_tracks, more
+            FROM (
+                SELECT l.lane, l.seq, l.record::tid AS record, p.place, p.track, coalesce(p.nth, 0) AS nth
+                FROM onceward_lanes l
+                LEFT JOIN LATERAL (
+                    SELECT first.*, row_number() OVER () AS nth
+                    FROM (SELECT p.ctid AS place, p.track FROM onceward_pending p
+                          WHERE p.lane = l.lane AND NOT p.aside AND l.seq IS NULL
+                          ORDER BY p.rank, p.seq LIMIT most + 1) first) p ON true
+                WHERE l.ctid = ANY (turn)) first;
             IF has_tracks THEN
-                SELECT array_agg(lane), array_agg(seq), array_agg(at), array_agg(behind) INTO lanes, seqs, places, behinds
+                -- Of a track its lowest positions, in the places of those that came first, up to one that is set aside.
+                -- What is left of the track is behind that.
+                SELECT array_agg(lane), array_agg(lone), array_agg(lone_at), array_agg(at), array_agg(behind),
+                       bool_or(has_aside)
+                INTO lanes, seqs, records, places, behinds, has_aside
                 FROM (
-                    SELECT l.lane, l.seq, q.at, q.behind
-                    FROM onceward_lanes l
+                    SELECT h.lane, h.lone, h.lone_at, lowest.has_aside, lowest.aside IS NOT NULL AS behind,
+                           CASE WHEN h.track IS NULL OR lowest.aside IS NOT NULL THEN h.at ELSE lowest.at END AS at
+                    FROM (
+                        SELECT first.lane, first.lone, first.lone_at, first.at, first.place, p.track, p."position", p.seq,
+                               row_number() OVER (PARTITION BY first.lane, p.track ORDER BY first.place) AS nth
+                        FROM unnest(lanes, seqs, records, places) WITH ORDINALITY
+                             AS first(lane, lone, lone_at, at, place)
+                        LEFT JOIN onceward_pending p ON p.ctid = first.at) h
                     LEFT JOIN LATERAL (
-                        -- The first messages; of a track its lowest positions, in the places of those that came first, up
-                        -- to one that is set aside. What is left of the track is behind that.
-                        SELECT h.place, CASE WHEN t.seq IS NULL THEN h.at ELSE t.ctid END AS at,
-                               lowest.aside IS NOT NULL AS behind
+                        SELECT (array_agg(at))[h.nth::int] AS at, bool_or(aside) AS has_aside,
+                               min(place) FILTER (WHERE aside AND nth <= h.nth) AS aside
                         FROM (
-                            SELECT first.*, row_number() OVER (ORDER BY first.rank, first.seq) AS place,
-                                   row_number() OVER (PARTITION BY first.track ORDER BY first.rank, first.seq) AS nth
-                            FROM (SELECT p.*, p.ctid AS at FROM onceward_pending p
-                                  WHERE p.lane = l.lane AND NOT p.aside
-                                  ORDER BY p.rank, p.seq LIMIT most) first) h
-                        LEFT JOIN LATERAL (
-                            SELECT max(of_track.place) AS nth, min(of_track.place) FILTER (WHERE of_track.aside) AS aside
-                            FROM (SELECT ARRAY[coalesce(p."position", 9223372036854775807), p.seq] AS place, p.aside
-                                  FROM onceward_pending p WHERE p.lane = l.lane AND p.track = h.track
-                                  ORDER BY p."position", p.seq LIMIT h.nth) of_track) lowest ON h.track IS NOT NULL
-                        LEFT JOIN onceward_pending t ON t.seq = ANY (ARRAY[lowest.nth[2]]) AND lowest.aside IS NULL
-                        WHERE lowest.aside IS NULL
-                           OR lowest.aside < ARRAY[coalesce(h."position", 9223372036854775807), h.seq]) q ON true
-                    WHERE l.ctid = ANY (turn)
-                    ORDER BY l.lane, q.place) h;
+                            SELECT of_track.*, row_number() OVER () AS nth
+                            FROM (SELECT ARRAY[coalesce(p."position", 9223372036854775807), p.seq] AS place, p.aside,
+                                         p.ctid AS at
+                                  FROM onceward_pending p WHERE p.lane = h.lane AND p.track = h.track
+                                  ORDER BY p."position", p.seq LIMIT h.nth + 1) of_track) of_track
+                        ) lowest ON h.track IS NOT NULL
+                    WHERE lowest.aside IS NULL
+                       OR lowest.aside < ARRAY[coalesce(h."position", 9223372036854775807), h.seq]
+                    ORDER BY h.place) h;
             END IF;
+            PERFORM set_config('onceward.more', CASE WHEN more = cardinality(turn) THEN 'on' ELSE '' END, true),
+                    set_config('onceward.aside', CASE WHEN has_aside THEN '' ELSE 'off' END, true);
             -- Nested loops, and the other joins are off: so what comes out is in the order of the arrays.
             RETURN QUERY
             SELECT
-                uuid_send(h.lane), 1, CASE WHEN nth = 1 THEN first END, CASE WHEN nth = 1 THEN txid_current() END,
-                CASE WHEN nth = 1 THEN clock_timestamp() END,
+                uuid_send(h.lane), 1, CASE WHEN nth = 1 THEN first END, CASE WHEN nth = 1 THEN next END,
+                CASE WHEN nth = 1 THEN txid_current() END, CASE WHEN nth = 1 THEN clock_timestamp() END,
                 coalesce(h.seq, p.seq), coalesce(p.rank, -1), p.track, p.due, coalesce(h.behind, false),
                 CASE WHEN r.depends_on IS NOT NULL
                      THEN (SELECT row_to_json(d)::text FROM onceward_unmet(r.consumer, r.tenant, r.depends_on) d) END,
-                r.ctid::text, p.ctid::text,
+                r.at::text, p.ctid::text,
                 uuid_send(r.identity), r.consumer, r.tenant, r.scope, r.key, r.message_id, r.type, r.source, r.topic,
                 r.origin, r.attempts, r.started, r.payload::text, r.body, r.headers::text, r.received_at, r.occurred_at,
                 r.stream, r."position", r.depends_on::text
-            FROM unnest(lanes, seqs, places, behinds) WITH ORDINALITY AS h(lane, seq, place, behind, nth)
+            FROM unnest(lanes, seqs, records, places, behinds) WITH ORDINALITY AS h(lane, seq, record, place, behind, nth)
             LEFT JOIN onceward_pending p ON p.ctid = h.place
-            LEFT JOIN onceward_records r ON r.identity = ANY (ARRAY[CASE WHEN h.seq IS NULL THEN p.identity ELSE h.lane END]);
+            LEFT JOIN LATERAL (
+                SELECT c.*, c.ctid AS at FROM onceward_records c
+                WHERE c.ctid = coalesce(h.record, p.record::tid) AND (c.identity = coalesce(p.identity, h.lane)) IS TRUE
+                UNION ALL   -- somebody has written to it since
+                SELECT c.*, c.ctid AS at FROM onceward_records c
+                WHERE c.identity = ANY (ARRAY[coalesce(p.identity, h.lane)])
+                LIMIT 1) r ON true;
         END IF;
         IF together AND current_setting('onceward.suspect') <> '{}' THEN
             RETURN QUERY
-            SELECT uuid_send(lane), 2, first, NULL::bigint, clock_timestamp(),
+            SELECT uuid_send(lane), 2, first, next, NULL::bigint, clock_timestamp(),
                    NULL::bigint, NULL::bigint, NULL, NULL::timestamptz, false, NULL, NULL, NULL,
                    NULL::bytea, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
                    NULL, NULL::integer, NULL::integer, NULL, NULL::bytea, NULL, NULL::timestamptz, NULL::timestamptz,
@@ -514,12 +570,13 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
 
 -- End a turn; what it came to are the lines of onceward.queue.TurnClosing, NULL where there are none. The order in it
 -- matters: first what may have to wait for others, then what others may have to wait for; so nobody waits in a circle.
--- `ends` are lanes that do not simply go on; `lone`: each lane is a message without a lane, and done; `positions`: some
--- have one. Where a message is gone, or the transaction is not the one that `of_token` was set in, it raises OW001. Nothing
+-- `ends` are lanes that do not simply go on; `lone`: each lane is a message without a lane, and done. Where a message is gone, or the transaction is not the one that `of_token` was set in, it raises OW001. Nothing
 -- may be settled in the transaction after this. It is a procedure, because CALL is not planned.
 CREATE PROCEDURE onceward_close(
-        of_token text, of_consumer text, on_host text, by_owner text, lone boolean, positions boolean, ends json, failed json,
-        blocked json, behind json,
+        of_token text, of_consumer text, on_host text, by_owner text, lone boolean, ends json, failed json, blocked json,
+        behind json,
+        -- the positions that are settled, a column each
+        tenants text[], streams text[], positions bigint[],
         -- what is done, a column each; records and rows are the places where they were read
         seqs bigint[], identities uuid[], handlers text[], results text[], durations float8[], keeps bigint[],
         starts integer[], records tid[], rows tid[])
@@ -546,14 +603,13 @@ CREATE PROCEDURE onceward_close(
         parked bigint[] := '{}';     -- those that wait now
         too_early uuid[] := '{}';    -- lanes of those whose position is being settled this very moment
         tracks jsonb := '[]';        -- in which something is done, each a lane and a name
-        of_tenants text[];           -- the positions that are settled
-        of_streams text[];
-        of_positions bigint[];
+        places tid[];                -- the lanes that we hold, once more
+        firsts bigint[];             -- and what comes next in each
     BEGIN
         IF of_token <> coalesce(current_setting('onceward.token', true), '') THEN
             RAISE 'this is not the transaction of the turn' USING ERRCODE = 'OW001';
         END IF;
-        IF positions THEN
+        IF positions IS NOT NULL THEN
             PERFORM set_config('onceward.settles', 'all', true);   -- the trigger has nothing to do
         END IF;
         IF missing = 1 AND records IS NOT NULL THEN   -- as below, without arrays
@@ -643,7 +699,7 @@ CREATE PROCEDURE onceward_close(
         END IF;
 
         -- What comes next in a track need not stay behind any more.
-        IF tracks <> '[]' THEN
+        IF tracks <> '[]' AND coalesce(current_setting('onceward.aside', true), '') <> 'off' THEN
             UPDATE onceward_pending SET aside = false
             WHERE seq = ANY (ARRAY (
                 SELECT seq FROM onceward_pending
@@ -656,25 +712,16 @@ CREATE PROCEDURE onceward_close(
 
         -- What onceward_settled does for one record, for all of ours. Now, and not at COMMIT: whom we wake must not wait for
         -- what we are about to lock.
-        IF positions THEN
-            SELECT array_agg(r.tenant), array_agg(r.stream), array_agg(r."position")
-            INTO of_tenants, of_streams, of_positions
-            FROM (SELECT unnest(identities)
-                  UNION ALL
-                  SELECT line.identity FROM json_to_recordset(failed) AS line(identity uuid, dead boolean)
-                  WHERE line.dead) settled(identity)
-            CROSS JOIN LATERAL (SELECT * FROM onceward_records r WHERE r.identity = settled.identity LIMIT 1) r
-            WHERE r.stream IS NOT NULL AND r."position" IS NOT NULL;
+        IF positions IS NOT NULL THEN
             PERFORM pg_advisory_xact_lock_shared(lock)
             FROM (SELECT onceward_position_lock(of_consumer, tenant, stream, at) AS lock
-                  FROM unnest(of_tenants, of_streams, of_positions) AS one(tenant, stream, at) ORDER BY 1) locks;
+                  FROM unnest(tenants, streams, positions) AS one(tenant, stream, at) ORDER BY 1) locks;
             -- A statement of its own: it sees those whom the lock had to wait for. Nearly always nobody waits.
             FOR waiting IN
                 SELECT DISTINCT tenant, stream, at
-                FROM unnest(of_tenants, of_streams, of_positions) AS one(tenant, stream, at)
+                FROM unnest(tenants, streams, positions) AS one(tenant, stream, at)
                 WHERE (SELECT w.seq FROM onceward_waits w
-                       WHERE w.consumer = of_consumer AND w.tenant = one.tenant AND w.stream = one.stream
-                         AND w."position" = one.at LIMIT 1) IS NOT NULL
+                       WHERE w.place = onceward_place(of_consumer, one.tenant, one.stream, one.at) LIMIT 1) IS NOT NULL
             LOOP
                 PERFORM onceward_wake(of_consumer, waiting.tenant, waiting.stream, waiting.at);
             END LOOP;
@@ -699,12 +746,13 @@ CREATE PROCEDURE onceward_close(
                         onceward_position_lock(of_consumer, waiting.tenant, waiting.stream, waiting."position")) THEN
                     too_early := too_early || waiting.lane;
                 ELSIF NOT onceward_is_done(of_consumer, waiting.tenant, waiting.stream, waiting."position") THEN
-                    INSERT INTO onceward_waits (seq, consumer, tenant, stream, "position", lane, deadline)
-                    VALUES (waiting.seq, of_consumer, waiting.tenant, waiting.stream, waiting."position", waiting.lane,
-                            waiting.deadline)
+                    INSERT INTO onceward_waits (seq, consumer, tenant, stream, "position", place, lane, deadline)
+                    VALUES (waiting.seq, of_consumer, waiting.tenant, waiting.stream, waiting."position",
+                            onceward_place(of_consumer, waiting.tenant, waiting.stream, waiting."position"),
+                            waiting.lane, waiting.deadline)
                     ON CONFLICT (seq) DO UPDATE
                     SET tenant = excluded.tenant, stream = excluded.stream, "position" = excluded."position",
-                        deadline = excluded.deadline;
+                        place = excluded.place, deadline = excluded.deadline;
                     UPDATE onceward_pending SET aside = true WHERE seq = waiting.seq AND rank < 0;
                     parked := parked || waiting.seq;
                 END IF;
@@ -716,6 +764,14 @@ CREATE PROCEDURE onceward_close(
             WHERE seq = ANY (ARRAY (SELECT value::bigint FROM json_array_elements_text(behind)));
         END IF;
 
+        -- Nearly always in a backlog: they simply go on. Should it not be so, somebody looks in vain.
+        IF current_setting('onceward.more', true) = 'on' AND ends IS NULL AND blocked IS NULL AND behind IS NULL THEN
+            UPDATE onceward_lanes
+            SET state = 'ready', run_at = clock_timestamp(), blocker = NULL, owner = NULL, until = NULL, claims = 0
+            WHERE ctid = ANY (turn) AND owner = by_owner;
+            RETURN;
+        END IF;
+
         -- To sleep, or to end, a lane must be ours alone. Where somebody is adding to it, it is looked at again soon.
         alone := ARRAY (
             SELECT ctid FROM onceward_lanes
@@ -723,11 +779,17 @@ CREATE PROCEDURE onceward_close(
               AND (ends IS NULL OR NOT lane = ANY (ARRAY (
                     SELECT e.lane FROM json_to_recordset(ends) AS e(lane uuid, "then" text) WHERE e."then" <> 'wait')))
             FOR UPDATE SKIP LOCKED);
-        DELETE FROM onceward_lanes l
-        WHERE l.ctid = ANY (alone)
+        -- A statement of its own: it sees what was added before they were ours alone.
+        SELECT array_agg(l.ctid), array_agg(coalesce(l.seq, first.seq)) INTO places, firsts
+        FROM onceward_lanes l
+        LEFT JOIN LATERAL (
+            SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside AND l.seq IS NULL
+            ORDER BY p.rank, p.seq LIMIT 1) first ON true
+        WHERE l.ctid = ANY (turn) AND l.owner = by_owner;
+        DELETE FROM onceward_lanes l USING unnest(places, firsts) AS ours(place, first)
+        WHERE l.ctid = ours.place AND l.ctid = ANY (alone)
           AND CASE WHEN l.seq IS NULL
-                   THEN (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND NOT p.aside
-                         ORDER BY p.rank, p.seq LIMIT 1) IS NULL
+                   THEN ours.first IS NULL
                         AND (SELECT p.seq FROM onceward_pending p WHERE p.lane = l.lane AND p.aside LIMIT 1) IS NULL
                    ELSE NOT coalesce((SELECT r.state = ANY (unfinished) FROM onceward_records r
                                       WHERE r.identity = l.lane LIMIT 1), false) END;
@@ -750,15 +812,12 @@ CREATE PROCEDURE onceward_close(
             blocker = e.blocker, owner = NULL, until = NULL, claims = 0
         FROM (
             -- It sleeps when nothing in it may run: all are set aside, or the first of its stream waits.
-            SELECT ours.ctid AS place, e.*,
-                   ours.seq IS NULL AND first.seq IS NULL OR coalesce(ours.seq, first.seq) = ANY (parked) AS sleeps
-            FROM onceward_lanes ours
+            SELECT ours.place, e.*, ours.first IS NULL OR ours.first = ANY (parked) AS sleeps
+            FROM unnest(places, firsts) AS ours(place, first)
+            JOIN onceward_lanes l ON l.ctid = ours.place
             LEFT JOIN json_to_recordset(ends) AS e(lane uuid, "then" text, delay float8, blocker uuid)
-                ON e.lane = ours.lane
-            LEFT JOIN LATERAL (
-                SELECT p.seq FROM onceward_pending p WHERE p.lane = ours.lane AND NOT p.aside AND ours.seq IS NULL
-                ORDER BY p.rank, p.seq LIMIT 1) first ON true
-            WHERE ours.ctid = ANY (turn) AND ours.owner = by_owner AND coalesce(e."then", 'next') <> 'kept'
+                ON e.lane = l.lane
+            WHERE coalesce(e."then", 'next') <> 'kept'
             OFFSET 0) e
         WHERE l.ctid = e.place;
         RETURN;
@@ -782,8 +841,7 @@ CREATE FUNCTION onceward_settled() RETURNS trigger
             onceward_position_lock(NEW.consumer, NEW.tenant, NEW.stream, NEW."position"));
         -- Nearly always nobody waits for it.
         PERFORM FROM onceward_waits w
-        WHERE w.consumer = NEW.consumer AND w.tenant = NEW.tenant AND w.stream = NEW.stream
-          AND w."position" = NEW."position" LIMIT 1;
+        WHERE w.place = onceward_place(NEW.consumer, NEW.tenant, NEW.stream, NEW."position") LIMIT 1;
         IF FOUND THEN
             PERFORM onceward_wake(NEW.consumer, NEW.tenant, NEW.stream, NEW."position");
         END IF;
@@ -802,12 +860,12 @@ CREATE FUNCTION onceward_wake(of_consumer text, of_tenant text, of_stream text, 
     AS $$
     #variable_conflict use_column
     DECLARE
+        its_place text := onceward_place(of_consumer, of_tenant, of_stream, at);
         waiting bigint;
         woken uuid[];
         held bigint[];
     BEGIN
-        SELECT count(*), array_agg(DISTINCT lane) INTO waiting, woken FROM onceward_waits
-        WHERE consumer = of_consumer AND tenant = of_tenant AND stream = of_stream AND "position" = at;
+        SELECT count(*), array_agg(DISTINCT lane) INTO waiting, woken FROM onceward_waits WHERE place = its_place;
         IF waiting = 0 THEN
             RETURN NULL;
         END IF;
@@ -818,7 +876,7 @@ CREATE FUNCTION onceward_wake(of_consumer text, of_tenant text, of_stream text, 
                        ORDER BY lane FOR NO KEY UPDATE SKIP LOCKED));
         held := ARRAY (
             SELECT seq FROM onceward_waits w
-            WHERE consumer = of_consumer AND tenant = of_tenant AND stream = of_stream AND "position" = at
+            WHERE place = its_place
               AND coalesce((SELECT l.state FROM onceward_lanes l WHERE l.lane = w.lane LIMIT 1), '')
                   NOT IN ('waiting', 'later')
             FOR UPDATE OF w SKIP LOCKED);

@@ -24,7 +24,8 @@ CREATE TABLE onceward_lanes (
     until     TEXT,               -- always NULL: here a claim moves run_at, which costs nobody anything
     claims    INTEGER NOT NULL DEFAULT 0,   -- claims that nobody gave back
     blocker   BLOB,               -- the dead letter that holds it up
-    seq       INTEGER             -- always NULL: here each message has a row in onceward_pending
+    seq       INTEGER,            -- always NULL: here each message has a row in onceward_pending
+    record    TEXT                -- always NULL: there are no places to be remembered
 );
 -- Sleeping lanes are not in it; those that are due later are at its end. So their number costs a worker nothing.
 CREATE INDEX onceward_lanes_due ON onceward_lanes (consumer, run_at) WHERE run_at IS NOT NULL;
@@ -39,7 +40,8 @@ CREATE TABLE onceward_pending (
     track     TEXT,
     position  INTEGER,
     aside     BOOLEAN NOT NULL DEFAULT false,
-    due       TEXT
+    due       TEXT,
+    record    TEXT                -- as in onceward_lanes
 );
 CREATE INDEX onceward_pending_next ON onceward_pending (lane, rank, seq) WHERE NOT aside;
 CREATE INDEX onceward_pending_aside ON onceward_pending (lane) WHERE aside;
@@ -52,10 +54,11 @@ CREATE TABLE onceward_waits (
     tenant    TEXT NOT NULL,
     stream    TEXT NOT NULL,
     position  INTEGER NOT NULL,
+    place     TEXT NOT NULL,      -- all four of them
     lane      BLOB NOT NULL,
     deadline  TEXT
 );
-CREATE INDEX onceward_waits_position ON onceward_waits (stream, position, tenant, consumer);
+CREATE INDEX onceward_waits_place ON onceward_waits (place);
 CREATE INDEX onceward_waits_deadline ON onceward_waits (consumer, deadline) WHERE deadline IS NOT NULL;
 
 -- Up to here a stream is done, although its records are gone.
@@ -88,13 +91,13 @@ CREATE TRIGGER onceward_settled_first
         UPDATE onceward_lanes SET state = 'ready', run_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now')
         WHERE state IN ('waiting', 'later') AND lane IN (
             SELECT lane FROM onceward_waits
-            WHERE consumer = NEW.consumer AND tenant = NEW.tenant AND stream = NEW.stream AND position = NEW.position);
+            WHERE place = NEW.consumer || char(31) || NEW.tenant || char(31) || NEW.stream || char(31) || NEW.position);
         UPDATE onceward_pending SET aside = false
         WHERE aside AND seq IN (
             SELECT seq FROM onceward_waits
-            WHERE consumer = NEW.consumer AND tenant = NEW.tenant AND stream = NEW.stream AND position = NEW.position);
+            WHERE place = NEW.consumer || char(31) || NEW.tenant || char(31) || NEW.stream || char(31) || NEW.position);
         DELETE FROM onceward_waits
-        WHERE consumer = NEW.consumer AND tenant = NEW.tenant AND stream = NEW.stream AND position = NEW.position;
+        WHERE place = NEW.consumer || char(31) || NEW.tenant || char(31) || NEW.stream || char(31) || NEW.position;
     END;
 
 CREATE TRIGGER onceward_settled
@@ -104,13 +107,13 @@ CREATE TRIGGER onceward_settled
         UPDATE onceward_lanes SET state = 'ready', run_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now')
         WHERE state IN ('waiting', 'later') AND lane IN (
             SELECT lane FROM onceward_waits
-            WHERE consumer = NEW.consumer AND tenant = NEW.tenant AND stream = NEW.stream AND position = NEW.position);
+            WHERE place = NEW.consumer || char(31) || NEW.tenant || char(31) || NEW.stream || char(31) || NEW.position);
         UPDATE onceward_pending SET aside = false
         WHERE aside AND seq IN (
             SELECT seq FROM onceward_waits
-            WHERE consumer = NEW.consumer AND tenant = NEW.tenant AND stream = NEW.stream AND position = NEW.position);
+            WHERE place = NEW.consumer || char(31) || NEW.tenant || char(31) || NEW.stream || char(31) || NEW.position);
         DELETE FROM onceward_waits
-        WHERE consumer = NEW.consumer AND tenant = NEW.tenant AND stream = NEW.stream AND position = NEW.position;
+        WHERE place = NEW.consumer || char(31) || NEW.tenant || char(31) || NEW.stream || char(31) || NEW.position;
     END;
 
 -- The oldest code that works with what a migration made; NULL: none but its own.
