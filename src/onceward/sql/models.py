@@ -233,7 +233,10 @@ def _index(table: Any, what: str, *columns: str, where: str | None = None, **opt
 
 RECORDS = InboxRecord.__table__
 _index(RECORDS, "unfinished", "consumer", "state", "received_at", where="state <> 'processed'")
-_index(RECORDS, "position", "consumer", "tenant", "stream", "position", where="stream IS NOT NULL")
+_index(
+    RECORDS, "position", "consumer", "tenant", "stream", "position",
+    where="stream IS NOT NULL AND state IN ('processed', 'discarded')",
+)  # fmt: skip
 _index(
     RECORDS, "processed", "consumer", "processed_at", "identity",
     where="state = 'processed' AND expires_at IS NULL",

@@ -38,10 +38,15 @@ SELECT
     clock_timestamp() AS now
 FROM onceward_records WHERE identity = :identity::text::uuid
 
--- Its state, and what it needs itself.
+-- Its state, and what it needs itself. Each half has its index.
 -- name: position_look
 SELECT state, depends_on::text AS depends_on FROM onceward_records
 WHERE consumer = :consumer::text AND tenant = :tenant::text AND stream = :stream::text AND position = :position::bigint
+  AND state IN ('processed', 'discarded')
+UNION ALL
+SELECT state, depends_on::text AS depends_on FROM onceward_records
+WHERE consumer = :consumer::text AND tenant = :tenant::text AND stream = :stream::text AND position = :position::bigint
+  AND state IN ('accepted', 'running', 'failed', 'dead')
 LIMIT 1
 
 -- name: position_done

@@ -25,17 +25,22 @@ ON CONFLICT (identity) DO NOTHING
 -- name: find
 SELECT *, strftime('%Y-%m-%dT%H:%M:%fZ', 'now') AS now FROM onceward_records WHERE identity = :identity
 
--- Its state, and what it needs itself.
+-- Its state, and what it needs itself. Each half has its index.
 -- name: position_look
 SELECT state, depends_on FROM onceward_records
 WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position
+  AND state IN ('processed', 'discarded')
+UNION ALL
+SELECT state, depends_on FROM onceward_records
+WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position
+  AND state IN ('accepted', 'running', 'failed', 'dead')
 LIMIT 1
 
 -- name: position_done
 SELECT 1 WHERE EXISTS (
     SELECT 1 FROM onceward_records
     WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position
-      AND state = 'processed')
+      AND state = 'processed' AND state IN ('processed', 'discarded'))   -- as its index says
 OR EXISTS (
     SELECT 1 FROM onceward_floors
     WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position >= :position)
@@ -348,11 +353,17 @@ ORDER BY p.position, p.seq LIMIT :most
 SELECT
     EXISTS (SELECT 1 FROM onceward_records
             WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position
-              AND state = 'processed')
+              AND state = 'processed' AND state IN ('processed', 'discarded'))   -- as its index says
     OR EXISTS (SELECT 1 FROM onceward_floors
                WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position >= :position) AS done,
     (SELECT state FROM onceward_records
-     WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position LIMIT 1) AS state
+     WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position
+       AND state IN ('processed', 'discarded')
+     UNION ALL
+     SELECT state FROM onceward_records
+     WHERE consumer = :consumer AND tenant = :tenant AND stream = :stream AND position = :position
+       AND state IN ('accepted', 'running', 'failed', 'dead')
+     LIMIT 1) AS state
 
 -- name: queue_tracks
 SELECT DISTINCT lane, track FROM onceward_pending

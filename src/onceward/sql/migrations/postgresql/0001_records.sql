@@ -42,9 +42,9 @@ CREATE TABLE onceward_records (
 CREATE INDEX onceward_records_unfinished ON onceward_records (consumer, state, received_at)
     WHERE state <> 'processed';
 
--- Where a dependency is looked up. Messages without a stream are not in it.
+-- Where a dependency is looked up. Messages without a stream are not in it, nor what is still to be done.
 CREATE INDEX onceward_records_position ON onceward_records (consumer, tenant, stream, position)
-    WHERE stream IS NOT NULL;
+    WHERE stream IS NOT NULL AND state IN ('processed', 'discarded');
 
 -- The identity, computed in SQL: the first 16 bytes of SHA-256 over length-prefixed parts.
 CREATE FUNCTION onceward_id(consumer text, tenant text, scope text, key text) RETURNS uuid

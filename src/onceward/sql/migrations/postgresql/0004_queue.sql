@@ -23,7 +23,7 @@ CREATE TABLE onceward_lanes (
     blocker   uuid,               -- the dead letter that holds it up
     seq       bigint,             -- of a message without a lane: this row is all that it has here
     record    text                -- and where its record was when it was accepted (ctid): nearly always it still is there
-) WITH (fillfactor = 50);
+) WITH (fillfactor = 40);
 -- A claim changes nothing that is indexed, and there is room for it in the same page: it costs no index anything.
 -- Sleeping lanes are not in it; those that are due later are at its end. So their number costs a worker nothing.
 -- Those of one list have the same time. As one entry for all of them, which deduplication makes, it would have to be read
@@ -390,7 +390,12 @@ CREATE FUNCTION onceward_unmet(of_consumer text, of_tenant text, depends_on json
         SELECT coalesce(n.tenant, of_tenant), n.stream, n."position",
                (SELECT r.state FROM onceward_records r
                 WHERE r.consumer = of_consumer AND r.tenant = coalesce(n.tenant, of_tenant) AND r.stream = n.stream
-                  AND r."position" = n."position" LIMIT 1)
+                  AND r."position" = n."position" AND r.state IN ('processed', 'discarded')
+                UNION ALL
+                SELECT r.state FROM onceward_records r
+                WHERE r.consumer = of_consumer AND r.tenant = coalesce(n.tenant, of_tenant) AND r.stream = n.stream
+                  AND r."position" = n."position" AND r.state IN ('accepted', 'running', 'failed', 'dead')
+                LIMIT 1)
         FROM ROWS FROM (json_to_recordset(depends_on) AS (stream text, "position" bigint, tenant text))
              WITH ORDINALITY AS n(stream, "position", tenant, nth)
         WHERE NOT onceward_is_done(of_consumer, coalesce(n.tenant, of_tenant), n.stream, n."position")

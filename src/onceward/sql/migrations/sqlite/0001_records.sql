@@ -40,6 +40,6 @@ CREATE TABLE onceward_records (
 CREATE INDEX onceward_records_unfinished ON onceward_records (consumer, state, received_at)
     WHERE state <> 'processed';
 
--- Where a dependency is looked up. Messages without a stream are not in it.
+-- Where a dependency is looked up. Messages without a stream are not in it, nor what is still to be done.
 CREATE INDEX onceward_records_position ON onceward_records (consumer, tenant, stream, position)
-    WHERE stream IS NOT NULL;
+    WHERE stream IS NOT NULL AND state IN ('processed', 'discarded');
