@@ -146,14 +146,15 @@ async def cost_of(
 
 # --- what is in the tables before ---------------------------------------------------------------------------------
 
-# Numbers from $1 to $2.
+# Numbers from $1 to $2; each of a stream of its own, or of none.
 FINISHED = f"""
 INSERT INTO onceward_records (
     identity, consumer, tenant, scope, key, message_id, type, source, topic, state, attempts, payload_hash, handler,
-    host, processed_at, received_position, processed_position)
+    host, processed_at, received_position, processed_position, stream, "position")
 SELECT onceward_id('{CONSUMER}', 'default', 'source:shop', 'f' || i),
            '{CONSUMER}', 'default', 'source:shop', 'f' || i, 'f' || i, 'order.paid', 'shop', 'orders',
-       'processed', 1, sha256('x'), 'handle', 'h:1', now(), nextval('onceward_received'), nextval('onceward_processed')
+       'processed', 1, sha256('x'), 'handle', 'h:1', now(), nextval('onceward_received'), nextval('onceward_processed'),
+       CASE WHEN $3 THEN 'order-' || gen_random_uuid() END, CASE WHEN $3 THEN 1 END
 FROM generate_series($1::bigint, $2) i
 """
 WAITING = f"""
@@ -196,6 +197,7 @@ SELECT identity, consumer, tenant, 1, now() + received_position * interval '1 mi
        received_position, place
 FROM message
 """
+NO_STREAM = False
 STEP = 250_000
 
 
@@ -226,7 +228,7 @@ class Ground:
 
 
 @asynccontextmanager
-async def ground(server_dsn: str, finished: int = 0) -> AsyncIterator[Ground]:
+async def ground(server_dsn: str, finished: int = 0, *, streams: bool = False) -> AsyncIterator[Ground]:
     async with postgres.database(server_dsn) as dsn:
         await onceward_.set_up(dsn)
         connection = await asyncpg.connect(dsn)
@@ -234,7 +236,7 @@ async def ground(server_dsn: str, finished: int = 0) -> AsyncIterator[Ground]:
             for table in TABLES:
                 await connection.execute(f"ALTER TABLE onceward_{table} SET (autovacuum_enabled = off)")
             place = Ground(dsn, connection)
-            await place.fill(FINISHED, finished)
+            await place.fill(FINISHED, finished, streams)
             place.again()
             yield place
         finally:
@@ -286,7 +288,7 @@ async def processed(world: World, found: Situations, numbers: Iterable[int]) -> 
     found.begin()
     async with ground(world.postgres_dsn) as place:
         for number in numbers:
-            await place.fill(FINISHED, number)
+            await place.fill(FINISHED, number, NO_STREAM)
             await found.measure(f"{number:,} processed", place)
 
 
@@ -300,7 +302,7 @@ async def blocked_beside(world: World, found: Situations, numbers: Iterable[int]
 
 async def blocked_ahead(world: World, found: Situations, numbers: Iterable[int]) -> None:
     found.begin()
-    async with ground(world.postgres_dsn, found.number(10_000)) as place:
+    async with ground(world.postgres_dsn, found.number(10_000), streams=True) as place:
         first = Message(
             id="first", type="order.paid", payload={}, source="shop", topic="orders", stream="first", position=1,
             depends_on=[Position("never", 1)],
