@@ -308,7 +308,7 @@ def a_look_answers_new(patch: pytest.MonkeyPatch) -> None:
         if not looked:
             return await claim(self, claims, common)
         await self._session.begin()
-        return {bytes.fromhex(one.identity) for one in claims}
+        return {one.digest for one in claims}
 
     looked: set[bool] = set()
     original, claim = SqlUnit.look_done, SqlUnit.claim_many

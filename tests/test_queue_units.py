@@ -678,8 +678,7 @@ async def _take(queue: Queue, record: Any) -> None:
 
 async def _claim_many(queue: Queue, record: Any) -> None:
     digest = record.identity.digest
-    lock = int.from_bytes(digest[:8], "big", signed=True)
-    line = ClaimLine(digest.hex(), lock, record.key, stream=record.stream, position=record.position)
+    line = ClaimLine(digest, bytes(32), record.key, stream=record.stream, position=record.position)
     common = ClaimHead(CONSUMER, "h", record.tenant, record.scope, record.type, source="", topic="")
     async with queue.unit() as unit:
         assert await unit.claim_many([line], common) == {digest}

@@ -78,15 +78,13 @@ class Done(msgspec.Struct, frozen=True, gc=False):
     result: bytes | None
 
 
-class ClaimLine(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """One of many records of runs that succeed, flat: its JSON is what is sent."""
+class ClaimLine(msgspec.Struct, frozen=True, gc=False):
+    """One of many records of runs that succeed."""
 
-    identity: str
-    """16 bytes as hex."""
-    lock: int
-    """The first 8 of them as a number, for databases that lock numbers."""
+    digest: bytes
+    """Of its identity."""
+    payload_hash: bytes
     key: str
-    payload_hash: bytes | None = None
     message_id: str | None = None
     """Where it is not the key."""
     origin: str | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
-from struct import Struct
 from typing import Any
 
 import msgspec
@@ -18,9 +17,6 @@ from onceward.record import Record, State
 from onceward.retention import milliseconds
 from onceward.retry import RetryPolicy
 from onceward.store import ClaimHead, ClaimLine
-
-_FIRST_8 = Struct(">q").unpack_from
-"""As a signed number: that of its advisory lock."""
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
@@ -118,12 +114,11 @@ def _often_alike(work: Work) -> tuple[str, str, str, str, str, str]:
 
 def _line(work: Work, *own: str | None) -> ClaimLine:
     message, identity = work.message, work.identity
-    digest, key = identity.digest, identity.key
+    key = identity.key
     return ClaimLine(
-        digest.hex(),
-        _FIRST_8(digest)[0],
-        key,
+        identity.digest,
         work.payload_hash,
+        key,
         None if message.id == key else message.id,
         work.origin,
         message.occurred_at,

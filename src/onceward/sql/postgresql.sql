@@ -327,23 +327,27 @@ WHERE n.nspname = current_schema() AND t.relname ~ '^onceward_' AND NOT g.tgisin
 -- name: token_filled
 UPDATE onceward_schema SET token = gen_random_uuid()::text WHERE coalesce(token, '') = ''
 
--- Many messages at once. One parameter has all of them as JSON, sorted by identity. What they have in common is a parameter
--- of its own, and not read again in each line. Nothing comes back, so it rides with BEGIN.
+-- Many messages at once, sorted by identity: an array for each column. What they have in common is a parameter of its own,
+-- and not read again in each line. Nothing comes back, so it rides with BEGIN.
+-- `digests` has 48 bytes for each: its identity, and the hash of its payload.
 -- name: claim_many
 INSERT INTO onceward_records (
     identity, consumer, tenant, scope, key, message_id, type, source, topic, origin, state, attempts,
     payload_hash, handler, host, processed_at, occurred_at, expires_at, stream, position)
 SELECT
-    identity, :consumer::text, coalesce(tenant, :tenant::text), coalesce(scope, :scope::text), key,
-    coalesce(message_id, key), coalesce(type, :type::text), coalesce(source, :source::text),
-    coalesce(topic, :topic::text), origin, 'processed', 1, decode(payload_hash, 'base64'),
-    coalesce(handler, :handler::text), :host::text, now(), occurred_at,
-    now() + keep_ms * interval '1 millisecond', stream, position
-FROM json_to_recordset(:claims::text::json) AS claims(
-    identity uuid, lock bigint, tenant text, scope text, key text, message_id text, type text, source text,
-    topic text, origin text, payload_hash text, handler text, occurred_at timestamptz, stream text,
-    position bigint, keep_ms bigint)
-WHERE pg_try_advisory_xact_lock(lock)
+    encode(substring(:digests::bytea, n::int * 48 - 47, 16), 'hex')::uuid, :consumer::text,
+    coalesce(tenant, :tenant::text), coalesce(scope, :scope::text), key, coalesce(message_id, key),
+    coalesce(type, :type::text), coalesce(source, :source::text), coalesce(topic, :topic::text), origin,
+    'processed', 1, substring(:digests::bytea, n::int * 48 - 31, 32), coalesce(handler, :handler::text),
+    :host::text, now(), occurred_at, now() + keep_ms * interval '1 millisecond', stream, position
+FROM unnest(
+    :keys::text::text[], :own_message_id::text::text[], :own_origin::text::text[],
+    :own_occurred_at::text::timestamptz[], :own_stream::text::text[], :own_position::text::bigint[],
+    :own_keep_ms::text::bigint[], :own_tenant::text::text[], :own_scope::text::text[], :own_type::text::text[],
+    :own_source::text::text[], :own_topic::text::text[], :own_handler::text::text[])
+    WITH ORDINALITY AS claims(
+        key, message_id, origin, occurred_at, stream, position, keep_ms, tenant, scope, type, source, topic, handler, n)
+WHERE pg_try_advisory_xact_lock(('x' || encode(substring(:digests::bytea, n::int * 48 - 47, 8), 'hex'))::bit(64)::bigint)
 ON CONFLICT (identity) DO NOTHING
 
 -- Which of them were inserted, when it was not all. All of those have the time of this transaction. Not by xmin: that would

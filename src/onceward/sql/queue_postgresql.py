@@ -24,6 +24,7 @@ from onceward.queue import (
     TurnClosing,
 )
 from onceward.record import Record
+from onceward.sql.arrays import array
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
 from onceward.sql.queue_rows import lanes_of, queued_of
@@ -174,46 +175,25 @@ def _settled(closing: TurnClosing) -> dict[str, str | None]:
     if not closing.settled:
         return _NOTHING_SETTLED
     tenants, streams, positions = zip(*closing.settled, strict=True)
-    return {"tenants": _array(tenants), "streams": _array(streams), "positions": f"{{{','.join(map(str, positions))}}}"}
+    return {"tenants": array(tenants), "streams": array(streams), "positions": array(positions)}
 
 
 _NOTHING_SETTLED: dict[str, str | None] = {"tenants": None, "streams": None, "positions": None}
 
 
 def _columns(lines: Sequence[DoneLine]) -> dict[str, str | None]:
-    """Arrays as PostgreSQL writes them."""
+    """What is done, a column each."""
     return {
         "seqs": f"{{{','.join([str(line.seq) for line in lines])}}}",
         "identities": f"{{{','.join([line.identity for line in lines])}}}",
-        "handlers": _array([line.handler for line in lines]),
-        "results": _array([line.result for line in lines]),
-        "durations": _array([line.duration_ms for line in lines]),
-        "keeps": _array([line.keep_ms for line in lines]),
-        "starts": _array([line.started for line in lines]),
-        "records": _array([line.record for line in lines]),
-        "rows": _array([line.row for line in lines]),
+        "handlers": array([line.handler for line in lines]),
+        "results": array([line.result for line in lines]),
+        "durations": array([line.duration_ms for line in lines]),
+        "keeps": array([line.keep_ms for line in lines]),
+        "starts": array([line.started or None for line in lines]),
+        "records": array([line.record for line in lines]),
+        "rows": array([line.row for line in lines]),
     }
-
-
-_QUOTED = str.maketrans({"\\": "\\\\", '"': '\\"'})
-
-
-def _array(values: Sequence[Any]) -> str | None:
-    """None where there is nothing in it."""
-    if not any(values):
-        return None
-    first = values[0]
-    if type(first) is str and values.count(first) == len(values):  # all have the same handler
-        return f"{{{','.join([_item(first)] * len(values))}}}"
-    return f"{{{','.join([_item(value) for value in values])}}}"
-
-
-def _item(value: Any) -> str:
-    if value is None:
-        return "NULL"
-    if type(value) is not str:
-        return str(value)
-    return f'"{value}"' if "\\" not in value and '"' not in value else f'"{value.translate(_QUOTED)}"'
 
 
 _NOTHING_DONE: dict[str, str | None] = dict.fromkeys(_columns(()))

@@ -14,6 +14,7 @@ from onceward.identity import Identity, digest
 from onceward.message import Position
 from onceward.record import Change, Failure, Record, State, from_states
 from onceward.retention import milliseconds
+from onceward.sql.arrays import array
 from onceward.sql.catalog import Migration, migrations
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
@@ -134,10 +135,10 @@ def claim_many(dialect: Dialect, claims: Sequence[ClaimLine], head: ClaimHead) -
     """They come sorted by identity. The digests of those that are new."""
     said_once = msgspec.structs.asdict(head)
     if dialect.sets:
-        inserted = yield dialect("claim_many", {"claims": msgspec.json.encode(claims).decode(), **said_once})
+        inserted = yield dialect("claim_many", said_once | _columns(claims))
         if inserted.changed == len(claims):
-            return {bytes.fromhex(claim.identity) for claim in claims}
-        identities = ",".join([claim.identity for claim in claims])
+            return {claim.digest for claim in claims}
+        identities = ",".join([claim.digest.hex() for claim in claims])
         ours = yield dialect("claimed_of_many", {"identities": identities, "host": head.host})
         if len(ours.rows) != inserted.changed:
             raise Conflict  # another transaction of this process began in the same microsecond
@@ -145,15 +146,27 @@ def claim_many(dialect: Dialect, claims: Sequence[ClaimLine], head: ClaimHead) -
     new = set()
     said_once = {name: value for name, value in said_once.items() if value is not None}
     for claim in claims:
-        digest = bytes.fromhex(claim.identity)
         inserted = yield dialect("claim", msgspec.structs.asdict(claim) | said_once | {
-            "identity": dialect.digest(digest),
+            "identity": dialect.digest(claim.digest),
             "message_id": claim.message_id or claim.key,
             "occurred_at": None if claim.occurred_at is None else dialect.moment(claim.occurred_at),
         })  # fmt: skip
         if inserted.changed == 1:
-            new.add(digest)
+            new.add(claim.digest)
     return new
+
+
+_OWN = ClaimLine.__struct_fields__[3:]
+"""What a line of a claim may say, or not."""
+
+
+def _columns(claims: Sequence[ClaimLine]) -> dict[str, Any]:
+    """An array for each, NULL where nobody says anything: the server reads it in half the time of JSON."""
+    digests, hashes, keys, *own = zip(*map(msgspec.structs.astuple, claims), strict=True)
+    columns: dict[str, Any] = {f"own_{name}": array(values) for name, values in zip(_OWN, own, strict=True)}
+    columns["digests"] = b"".join([part for pair in zip(digests, hashes, strict=True) for part in pair])
+    columns["keys"] = array(keys)
+    return columns
 
 
 def find_done(dialect: Dialect, identities: Sequence[Identity]) -> Plan[dict[bytes, Done]]:

@@ -129,6 +129,41 @@ class BatchContract:
         expected = sorted(messages, key=lambda message: inbox.identity_of(message).digest)
         assert [row[0] for row in rows] == [message.id for message in expected]
 
+    async def test_a_batch_keeps_texts_to_the_letter(self, lab: Lab) -> None:
+        """Also those that a database could take for its own signs."""
+        inbox = await lab.inbox()
+        texts = [
+            "NULL",
+            "null",
+            "{a,b}",
+            "a,b",
+            "\\",
+            '"',
+            "'",
+            "\\x41",
+            '\\"',
+            " a ",
+            "a\nb",
+            "%s",
+            ":name",
+            "$1",
+            "ü\U0001f600",
+        ]
+        messages = [
+            lab.message(text, type=text, source=text, topic=text, stream=text, position=place, tenant=text)
+            for place, text in enumerate(texts)
+        ]
+        origins = [f"from {text}" for text in texts]
+        for kind in ("processed", "duplicate"):
+            outcomes = await inbox.process_many(messages, lambda message: None, origins=origins)
+            assert kinds(outcomes) == [kind] * len(texts)
+        for place, (text, message) in enumerate(zip(texts, messages, strict=True)):
+            record = await inbox.get_record(message)
+            assert record is not None
+            kept = (record.message_id, record.type, record.source, record.topic, record.stream, record.tenant)
+            assert kept == (text,) * 6
+            assert record.position == place
+
     @pytest.mark.parametrize("alike", [False, True])
     async def test_a_batch_keeps_everything_that_a_single_message_keeps(self, lab: Lab, alike: bool) -> None:
         inbox = await lab.inbox(record_duration=True)
