@@ -63,8 +63,8 @@ async def test_a_plan_is_run_statement_by_statement() -> None:
 def test_literals_are_a_closed_set() -> None:
     moment = datetime(2026, 1, 1, tzinfo=UTC)
     assert inlined(Statement("x = :a::text AND y = ':a'", {"a": "it's"})) == "x = 'it''s'::text AND y = ':a'"
-    assert [literal(value) for value in (None, True, 1, b"\x00'", moment)] == [
-        "NULL", "TRUE", "(1)", "E'\\\\x0027'", "'2026-01-01T00:00:00+00:00'",
+    assert [literal(value) for value in (None, True, 1, -0.5, b"\x00'", moment)] == [
+        "NULL", "TRUE", "(1)", "'-0.5'", "E'\\\\x0027'", "'2026-01-01T00:00:00+00:00'",
     ]  # fmt: skip
     for value in (object(), [1], {"a": 1}, float("nan"), type("Text", (str,), {})("x")):
         with pytest.raises(TypeError):
@@ -80,14 +80,22 @@ async def test_a_literal_says_the_same_as_a_parameter(postgres_dsn: str) -> None
     values: list[object] = []
 
     @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(st.one_of(TEXT, TEXT.map(lambda t: t + "\\'\"; --/*$$" + t), st.binary(), st.integers(-(2**63), 2**63 - 1)))
+    @given(
+        st.one_of(
+            TEXT,
+            TEXT.map(lambda t: t + "\\'\"; --/*$$" + t),
+            st.binary(),
+            st.integers(-(2**63), 2**63 - 1),
+            st.floats(allow_nan=False, allow_infinity=False),
+        )
+    )
     def collect(value: object) -> None:
         values.append(value)
 
     collect()
     try:
         for value in values:
-            kind = {str: "text", bytes: "bytea", int: "bigint"}[type(value)]
+            kind = {str: "text", bytes: "bytea", int: "bigint", float: "float8"}[type(value)]
             for one in (connection, old_style):
                 (row,) = await one.fetch(f"SELECT {literal(value)}::{kind} AS got, $1::{kind} AS meant", value)
                 assert row["got"] == row["meant"] == value

@@ -295,6 +295,25 @@ async def test_the_default_level_of_a_role_does_not_matter(postgres_lab: Postgre
     assert set(ran.values()) == {1}
 
 
+@pytest.mark.parametrize("level", ["read committed", "repeatable read", "serializable"])
+async def test_a_worker_gives_back_its_lanes_whatever_the_default_level(postgres_lab: PostgresLab, level: str) -> None:
+    store = AsyncpgStore(postgres_lab.url, server_settings={"default_transaction_isolation": level})
+    async with await postgres_lab.inbox(store=store) as inbox:
+        await inbox.accept([postgres_lab.message() for _ in range(3)])
+        began = asyncio.Event()
+
+        async def for_ever(_message: Any, _tx: Any) -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        worker = asyncio.ensure_future(inbox.run(for_ever, batch=1))
+        await began.wait()
+        worker.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await worker
+        assert await postgres_lab.query("SELECT 1 FROM onceward_lanes WHERE owner IS NOT NULL OR claims > 0") == []
+
+
 async def test_workers_give_back_together_what_was_left(postgres_lab: PostgresLab) -> None:
     """After the database was away each of them finds it, and none of them falls over it."""
     inbox, rounds = await postgres_lab.inbox(), 20

@@ -241,16 +241,17 @@ class Segment:
                 token = token or before
                 ran.append(slot)
                 try:
-                    if slot.work.seen_before is None or not await _seen_before(slot, tx):
+                    if slot.work.seen_before is not None and await _seen_before(slot, tx):
+                        result = None
+                    else:
                         result = call(message, tx)
                         if type(result) is CoroutineType or isawaitable(result):
                             result = await result
-                        if result is not None:
-                            slot.result, slot.encoded = result, codec.encode(result, "result", ResultInvalid)
+                    slot.encoded = None if result is None else codec.encode(result, "result", ResultInvalid)
                 except BaseException as error:
                     raise _Trouble(error, [slot]) from error
                 ended = perf_counter()
-                slot.duration_ms, began = (ended - began) * 1000, ended
+                slot.result, slot.duration_ms, began = result, (ended - began) * 1000, ended
                 if not stands():
                     self._check_not_lost()
                     raise _Trouble(HandlerEndedTransaction(), [slot])

@@ -6,6 +6,7 @@ in. SQL is written with `:name` parameters and compiled once to the driver's sty
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from datetime import datetime
@@ -110,7 +111,7 @@ def _pieces(sql: str) -> tuple[list[str], tuple[str, ...]]:
 
 
 def literal(value: object) -> str:
-    """A closed encoder: truth, whole numbers, text, bytes and times. Anything else is refused."""
+    """A closed encoder: truth, numbers, text, bytes and times. Anything else is refused."""
     if value is None:
         return "NULL"
     if type(value) is bool:
@@ -119,6 +120,8 @@ def literal(value: object) -> str:
         return _text(value)
     if type(value) is int:
         return f"({value})"  # -2**63::bigint would negate after the cast, and overflow
+    if type(value) is float and math.isfinite(value):
+        return f"'{value!r}'"
     if type(value) is bytes:
         return f"E'\\\\x{value.hex()}'"
     if isinstance(value, datetime):

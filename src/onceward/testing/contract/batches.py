@@ -129,6 +129,29 @@ class BatchContract:
         expected = sorted(messages, key=lambda message: inbox.identity_of(message).digest)
         assert [row[0] for row in rows] == [message.id for message in expected]
 
+    @pytest.mark.parametrize("seen", [False, True])
+    async def test_the_result_of_a_try_that_was_undone_is_forgotten(self, lab: Lab, seen: bool) -> None:
+        """Its neighbour failed, so it runs again, and has nothing to say this time."""
+        runs: Counter[str] = Counter()
+
+        async def seen_before(_tx: Any, message: Message[Any]) -> bool:
+            return seen and runs[message.id] > 0
+
+        async def answers_once(message: Message[Any]) -> Any:
+            runs[message.id] += 1
+            if message.id == "bad":
+                raise ValueError("no")
+            return {"run": 1} if runs[message.id] == 1 else None
+
+        inbox = await lab.inbox(seen_before=seen_before)
+        messages = [lab.message(id_) for id_ in ("a", "b", "bad", "d")]
+        outcomes = await inbox.process_many(messages, answers_once)
+        assert runs["a"] == (1 if seen else 2)
+        assert [outcome.result for outcome in outcomes[:2]] == [None, None]
+        record = await inbox.get_record(messages[0])
+        assert record is not None
+        assert record.result is None
+
     async def test_a_batch_keeps_texts_to_the_letter(self, lab: Lab) -> None:
         """Also those that a database could take for its own signs."""
         inbox = await lab.inbox()
