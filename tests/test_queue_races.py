@@ -295,6 +295,14 @@ async def test_the_default_level_of_a_role_does_not_matter(postgres_lab: Postgre
     assert set(ran.values()) == {1}
 
 
+async def test_a_worker_that_fails_does_not_stop_others_that_share_its_event(postgres_lab: PostgresLab) -> None:
+    inbox, stop = await postgres_lab.inbox(), asyncio.Event()
+    await postgres_lab.query("ALTER TABLE onceward_lanes RENAME COLUMN owner TO other")
+    with pytest.raises(Exception, match="owner"):
+        await inbox.run(lambda message: None, concurrency=2, stop=stop)
+    assert not stop.is_set()
+
+
 @pytest.mark.parametrize("level", ["read committed", "repeatable read", "serializable"])
 async def test_a_worker_gives_back_its_lanes_whatever_the_default_level(postgres_lab: PostgresLab, level: str) -> None:
     store = AsyncpgStore(postgres_lab.url, server_settings={"default_transaction_isolation": level})

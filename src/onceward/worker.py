@@ -41,10 +41,9 @@ async def _run(crew: Crew, options: Options, stop: asyncio.Event) -> None:
     try:
         await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
         failed = any(task.done() and task.exception() is not None for task in tasks)
-        if stopping.done() or failed:
-            stop.set()
+        if not failed:
             crew.bell.ring()
-            await asyncio.wait(tasks, timeout=0.0 if failed else options.grace)
+            await asyncio.wait(tasks, timeout=options.grace)
     finally:
         stopping.cancel()
         leaving.set()
