@@ -30,7 +30,7 @@ from bench import (
 )
 from bench.questions import Facts, Question, World
 from bench.report import Report
-from bench.rounds import Measured, Plan, Stage, WorkNotDone, measure, slices_of
+from bench.rounds import Measured, Plan, Stage, WorkNotDone, measure, only, slices_of
 from tests.services.postgres import VARIABLE
 
 QUESTIONS: dict[str, Question] = {
@@ -53,6 +53,7 @@ EXAMPLES = """examples:
   make bench ARGS=--quick                        all questions, about four minutes
   python -m bench --only single --only sqlite    two of them
   python -m bench --only duplicates --known 10000000
+  python -m bench --only dispatch --variant ascetic-ddd --variant "onceward, batch=1" --rounds 25
   python -m bench --only growth --quick          a thousandth of the promised rows
   ONCEWARD_TEST_POSTGRES=postgresql://... python -m bench    on a server of yours, in databases of its own
 """
@@ -66,6 +67,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", action="append", choices=QUESTIONS, help="only this question; may be repeated")
+    parser.add_argument("--variant", action="append", help="only this variant, as in the tables; may be repeated")
     parser.add_argument("--quick", action="store_true", help="few and short rounds: a look, not a measurement")
     parser.add_argument("--rounds", type=count, help="rounds of each stage (7; quick: 3)")
     parser.add_argument("--seconds", type=seconds, help="of each slice, about (0.6; quick: 0.1)")
@@ -91,7 +93,9 @@ def plan_of(options: argparse.Namespace) -> Plan:
     return Plan(options.rounds or rounds, options.seconds or long, warm_up=options.seconds or long)
 
 
-async def answer(name: str, world: World, plan: Plan, console: Console) -> list[Measured | Facts]:
+async def answer(
+    name: str, world: World, plan: Plan, console: Console, variants: list[str] | None
+) -> list[Measured | Facts]:
     """Measure what a question asks for, and show it as it comes."""
     found: list[Measured | Facts] = []
     with progress(console) as bar:
@@ -99,12 +103,15 @@ async def answer(name: str, world: World, plan: Plan, console: Console) -> list[
         async with aclosing(QUESTIONS[name](world)) as stages:
             async for stage in stages:
                 if isinstance(stage, Stage):
-                    bar.reset(task, total=slices_of(stage, plan), description=f"{name}, {stage.workers} workers")
+                    part = stage if variants is None else only(stage, variants)
+                    if part is None:
+                        continue
+                    bar.reset(task, total=slices_of(part, plan), description=f"{name}, {part.workers} workers")
 
-                    def tick(text: str, stage: Stage = stage) -> None:
-                        bar.update(task, advance=1, description=f"{name}, {stage.workers} workers: {text}")
+                    def tick(text: str, workers: int = part.workers) -> None:
+                        bar.update(task, advance=1, description=f"{name}, {workers} workers: {text}")
 
-                    measured = await measure(stage, plan, tick)
+                    measured = await measure(part, plan, tick)
                     report.show_stage(bar.console, measured)
                     found.append(measured)
                 else:
@@ -143,7 +150,7 @@ async def run(options: argparse.Namespace, server_dsn: str | None, console: Cons
                 lasting=2.0 if options.quick else 10.0,
                 full=not options.quick,
             )
-            found += await answer(name, world, plan, console)
+            found += await answer(name, world, plan, console, options.variant)
     return Report(
         at=report.now(),
         machine=about,

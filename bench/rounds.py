@@ -134,6 +134,16 @@ class WorkNotDone(Exception):
     """What a variant said that it did is not what is in the database."""
 
 
+def only(stage: Stage, names: list[str]) -> Stage | None:
+    """The stage with these variants alone: more rounds in the same time. None: it has none of them."""
+    variants = [
+        msgspec.structs.replace(variant, floors=tuple(floor for floor in variant.floors if floor in names))
+        for variant in stage.variants
+        if variant.name in names
+    ]
+    return msgspec.structs.replace(stage, variants=tuple(variants)) if variants else None
+
+
 async def measure(stage: Stage, plan: Plan, tick: Callable[[str], None]) -> Measured:
     """Warm up, then rounds. `tick` is told before each slice."""
     running = [variant for variant in stage.variants if variant.step is not None]

@@ -12,7 +12,7 @@ from bench.handwritten import claim_of, identity_of
 from bench.messages import CONSUMER, new_messages
 from bench.questions import World
 from bench.queues import onceward_
-from bench.rounds import Figure, Plan, Slice, Stage, Variant, WorkNotDone, figure, in_turn, measure
+from bench.rounds import Figure, Plan, Slice, Stage, Variant, WorkNotDone, figure, in_turn, measure, only
 from bench.stored import yard
 from onceward import Inbox
 from onceward.identity import digest
@@ -147,6 +147,21 @@ async def test_sqlite_does_the_work_and_writes_its_figures_as_json(tmp_path: Pat
     saved = json.loads(path.read_bytes())
     assert [stage["workers"] for stage in saved["stages"]] == [1, 64, 1]
     assert saved["facts"][0]["question"] == "events"
+
+
+def test_some_variants_can_be_measured_alone():
+    async def step(_messages: list[Any]) -> int:
+        return 0
+
+    async def nothing() -> int:
+        return 0
+
+    variants = (Variant("floor", step), Variant("other", step), Variant("one", step, ("floor", "other")))
+    stage = Stage(question="q", title="t", variants=variants, make=new_messages, effects=nothing)
+    part = only(stage, ["one", "floor"])
+    assert part is not None
+    assert [(variant.name, variant.floors) for variant in part.variants] == [("floor", ()), ("one", ("floor",))]
+    assert only(stage, ["none"]) is None
 
 
 async def test_events_are_measured_with_and_without_listeners():
