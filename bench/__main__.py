@@ -171,6 +171,10 @@ def main(argv: list[str] | None = None) -> int:
         except WorkNotDone as error:
             console.print(f"The benchmark is wrong, and so are its figures: {error}", style="bold red")
             return 1
+    unknown = set(options.variant or ()) - {figure.name for stage in done.stages for figure in stage.figures}
+    if unknown:
+        console.print(f"no variant {', '.join(sorted(unknown))} here; the tables have their names", style="red")
+        return 2
     path = options.out or Path(__file__).parent / "results" / f"{done.at.replace(':', '')}.json"
     done.save(path)
     console.print(f"{time.monotonic() - began:.0f} s. The figures are in {path}", style="dim")

@@ -146,7 +146,7 @@ async def cost_of(
 
 # --- what is in the tables before ---------------------------------------------------------------------------------
 
-# Numbers from $1 to $2; each of a stream of its own, or of none.
+# Numbers from $1 to $2.
 FINISHED = f"""
 INSERT INTO onceward_records (
     identity, consumer, tenant, scope, key, message_id, type, source, topic, state, attempts, payload_hash, handler,
@@ -197,7 +197,6 @@ SELECT identity, consumer, tenant, 1, now() + received_position * interval '1 mi
        received_position, place
 FROM message
 """
-NO_STREAM = False
 STEP = 250_000
 
 
@@ -222,6 +221,10 @@ class Ground:
         finally:
             await connection.close()
 
+    async def finish(self, number: int, *, streams: bool = False) -> None:
+        """Processed before, each of a stream of its own or of none."""
+        await self.fill(FINISHED, number, streams)
+
     def again(self) -> None:
         """Begin to count from 0."""
         self._filled = 0
@@ -236,7 +239,7 @@ async def ground(server_dsn: str, finished: int = 0, *, streams: bool = False) -
             for table in TABLES:
                 await connection.execute(f"ALTER TABLE onceward_{table} SET (autovacuum_enabled = off)")
             place = Ground(dsn, connection)
-            await place.fill(FINISHED, finished, streams)
+            await place.finish(finished, streams=streams)
             place.again()
             yield place
         finally:
@@ -288,7 +291,7 @@ async def processed(world: World, found: Situations, numbers: Iterable[int]) -> 
     found.begin()
     async with ground(world.postgres_dsn) as place:
         for number in numbers:
-            await place.fill(FINISHED, number, NO_STREAM)
+            await place.finish(number)
             await found.measure(f"{number:,} processed", place)
 
 

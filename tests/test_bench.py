@@ -164,6 +164,11 @@ def test_some_variants_can_be_measured_alone():
     assert only(stage, ["none"]) is None
 
 
+def test_a_variant_that_does_not_exist_is_said(capsys: pytest.CaptureFixture[str]):
+    assert bench.main(["--only", "sqlite", "--quick", "--variant", "onceword"]) == 2
+    assert "no variant onceword" in capsys.readouterr().out
+
+
 async def test_events_are_measured_with_and_without_listeners():
     found = await events.measure(calls=10, rounds=1)
     assert "nobody listens" in found

@@ -58,7 +58,7 @@ def _kind(outcome: Outcome[Any] | None) -> str | None:
 async def test_lanes_of_a_dead_worker_are_told_beside_sound_ones(
     postgres_lab: PostgresLab, sound: int, most: int
 ) -> None:
-    """ClaimHead together, and each of them has a turn of its own, at once and not when the claim is over."""
+    """Claimed together, and each of them has a turn of its own, at once and not when the claim is over."""
     inbox = await postgres_lab.inbox()
     await inbox.accept([message(number) for number in range(sound + 1)])
     await postgres_lab.query(

@@ -61,7 +61,7 @@ class Handler(msgspec.Struct, frozen=True):
         return self.shape.name
 
     @property
-    def caller(self) -> Callable[[Message[Any], Any], Any]:
+    def to_call(self) -> Callable[[Message[Any], Any], Any]:
         """`call`, or the function itself where that would do nothing else."""
         is_plain = self.lease is None and self.payload is None and self.shape.wants_tx
         return self.function if is_plain else self.call

@@ -142,7 +142,7 @@ class Segment:
         self._claimed_within = timedelta()
         self._ran: list[Slot] = []
         self._idle: list[Slot] = []
-        """ClaimHead with the others, and not run after all."""
+        """Claimed with the others, and not run after all."""
 
     async def work(self) -> list[list[Slot]]:
         try:
@@ -229,7 +229,7 @@ class Segment:
         """Little is said between two handlers: with many transactions at once, all of it comes from cold caches."""
         unit, ran, all_new = self._unit, self._ran, len(self._new) == len(self._slots)
         tx, stands = unit.tx, unit.stands
-        runs = [(slot, slot.work.message, slot.work.handler.caller, _current_of(slot)) for slot in self._slots]
+        runs = [(slot, slot.work.message, slot.work.handler.to_call, _current_of(slot)) for slot in self._slots]
         token, began = None, perf_counter()
         try:
             for slot, message, call, current in runs:

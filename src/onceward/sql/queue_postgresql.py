@@ -172,13 +172,8 @@ def _closing(closing: TurnClosing, consumer: str, host: str) -> dict[str, Any]:
 
 
 def _settled(closing: TurnClosing) -> dict[str, str | None]:
-    if not closing.settled:
-        return _NOTHING_SETTLED
-    tenants, streams, positions = zip(*closing.settled, strict=True)
+    tenants, streams, positions = zip(*closing.settled, strict=True) if closing.settled else ((), (), ())
     return {"tenants": array(tenants), "streams": array(streams), "positions": array(positions)}
-
-
-_NOTHING_SETTLED: dict[str, str | None] = {"tenants": None, "streams": None, "positions": None}
 
 
 def _columns(lines: Sequence[DoneLine]) -> dict[str, str | None]:

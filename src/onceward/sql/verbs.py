@@ -161,7 +161,7 @@ _OWN = ClaimLine.__struct_fields__[3:]
 
 
 def _columns(claims: Sequence[ClaimLine]) -> dict[str, Any]:
-    """An array for each, NULL where nobody says anything: the server reads it in half the time of JSON."""
+    """An array for each, NULL where nobody says anything: the server reads that faster than JSON."""
     digests, hashes, keys, *own = zip(*map(msgspec.structs.astuple, claims), strict=True)
     columns: dict[str, Any] = {f"own_{name}": array(values) for name, values in zip(_OWN, own, strict=True)}
     columns["digests"] = b"".join([part for pair in zip(digests, hashes, strict=True) for part in pair])

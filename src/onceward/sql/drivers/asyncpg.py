@@ -15,9 +15,10 @@ from onceward.errors import StoreUnavailable, UsageError
 from onceward.shield import finish_here
 from onceward.sql.drivers.asyncpg_guard import GuardedConnection
 from onceward.sql.drivers.asyncpg_pool import Shelf, acquire, put_on, release, riding, take_off
+from onceward.sql.drivers.guard import Guard
 from onceward.sql.drivers.listening import Ring, listening
 from onceward.sql.drivers.pool_watch import PoolWatch
-from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
+from onceward.sql.drivers.postgresql import PostgresDriver, PostgresSession, count
 from onceward.sql.plan import Result, Statement, gives_rows, numbered
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import Any
 import asyncpg
 
 from onceward.errors import HandlerEndedTransaction, UsageError
-from onceward.sql.drivers.postgresql import Guard
+from onceward.sql.drivers.guard import Guard
 
 _ENDS_CONNECTION = {"close", "terminate", "reset"}
 

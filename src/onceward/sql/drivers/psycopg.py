@@ -22,9 +22,10 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from onceward.errors import HandlerEndedTransaction, StoreUnavailable, UsageError
 from onceward.shield import finish
+from onceward.sql.drivers.guard import Guard
 from onceward.sql.drivers.listening import Ring, listening
 from onceward.sql.drivers.pool_watch import PoolWatch, noticed, unnoticed
-from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession, count
+from onceward.sql.drivers.postgresql import PostgresDriver, PostgresSession, count
 from onceward.sql.plan import PARAMETER, Result, Statement, gives_rows
 
 _OPEN = (TransactionStatus.INTRANS, TransactionStatus.INERROR, TransactionStatus.ACTIVE)

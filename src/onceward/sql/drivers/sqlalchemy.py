@@ -22,8 +22,9 @@ from sqlalchemy.orm import Session
 
 from onceward.errors import CommitNotApplied, HandlerEndedTransaction, StoreUnavailable, UsageError
 from onceward.shield import finish
+from onceward.sql.drivers.guard import Guard
 from onceward.sql.drivers.pool_watch import PoolWatch, noticed, unnoticed
-from onceward.sql.drivers.postgresql import Guard, PostgresDriver, PostgresSession
+from onceward.sql.drivers.postgresql import PostgresDriver, PostgresSession
 from onceward.sql.drivers.sqlalchemy_shared import check_shared, ledger_of, shared_by
 from onceward.sql.plan import Result, Statement
 

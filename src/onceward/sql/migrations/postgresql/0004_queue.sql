@@ -103,7 +103,7 @@ CREATE FUNCTION onceward_place(consumer text, tenant text, stream text, "positio
 
 CREATE FUNCTION onceward_position_lock(consumer text, tenant text, stream text, "position" bigint) RETURNS bigint
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
-    AS $$ SELECT hashtextextended($1 || chr(31) || $2 || chr(31) || $3 || chr(31) || $4::text, 7) $$;
+    AS $$ SELECT hashtextextended(onceward_place($1, $2, $3, $4), 7) $$;
 
 CREATE FUNCTION onceward_is_done(consumer text, tenant text, stream text, "position" bigint) RETURNS boolean
     LANGUAGE sql STABLE
@@ -439,8 +439,8 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
     RETURNS TABLE (
         lane_id bytea, claims integer, first_due timestamptz, hints text, xid bigint, now timestamptz,
         seq bigint, rank bigint, track text, due timestamptz, behind boolean, unmet text, record_place text,
-        row_place text, identity bytea, consumer text, tenant text, scope text, key text, message_id text, type text, source text,
-        topic text, origin text, attempts integer, started integer, payload text, body bytea, headers text,
+        row_place text, identity bytea, consumer text, tenant text, scope text, key text, message_id text, type text,
+        source text, topic text, origin text, attempts integer, started integer, payload text, body bytea, headers text,
         received_at timestamptz, occurred_at timestamptz, stream text, "position" bigint, depends_on text)
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
@@ -456,7 +456,7 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
     DECLARE
         turn tid[] := current_setting('onceward.turn');
         first timestamptz;
-        next text;
+        hints_left text;
         lone uuid;           -- the only lane, when it is a message without one
         lone_seq bigint;
         lone_record tid;
@@ -464,8 +464,8 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
         -- One entry for each message, in the order in which they may run; one for a lane without messages.
         lanes uuid[];
         seqs bigint[];       -- of messages without a lane
-        records tid[];
-        places tid[];        -- of the others
+        records tid[];       -- and where their records were
+        places tid[];        -- of the others, in onceward_pending
         behinds boolean[];
         has_tracks boolean;
         has_aside boolean := false;   -- something that comes next in a track is
@@ -474,7 +474,7 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
         IF together THEN
             most := greatest(1, most / greatest(1, cardinality(turn)));
             first := nullif(current_setting('onceward.first_due'), '');
-            next := nullif(current_setting('onceward.hints'), '');
+            hints_left := nullif(current_setting('onceward.hints'), '');
         END IF;
         IF cardinality(turn) = 1 THEN
             SELECT l.lane, l.seq, l.record::tid INTO lone, lone_seq, lone_record
@@ -483,7 +483,7 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
         IF lone IS NOT NULL THEN   -- as below, without arrays
             RETURN QUERY
             SELECT
-                uuid_send(lone), 1, first, next, txid_current(), clock_timestamp(),
+                uuid_send(lone), 1, first, hints_left, txid_current(), clock_timestamp(),
                 lone_seq, -1::bigint, NULL::text, NULL::timestamptz, false,
                 CASE WHEN r.depends_on IS NOT NULL
                      THEN (SELECT row_to_json(d)::text FROM onceward_unmet(r.consumer, r.tenant, r.depends_on) d) END,
@@ -492,7 +492,7 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
                 r.origin, r.attempts, r.started, r.payload::text, r.body, r.headers::text, r.received_at, r.occurred_at,
                 r.stream, r."position", r.depends_on::text
             FROM onceward_records r WHERE r.ctid = lone_record AND (r.identity = lone) IS TRUE;
-            told := FOUND;
+            told := FOUND;   -- where somebody has written to the record since it is looked up below
         END IF;
         IF NOT told THEN
             -- One more than is wanted: then onceward_close need not look whether there is another.
@@ -543,7 +543,7 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
             -- Nested loops, and the other joins are off: so what comes out is in the order of the arrays.
             RETURN QUERY
             SELECT
-                uuid_send(h.lane), 1, CASE WHEN nth = 1 THEN first END, CASE WHEN nth = 1 THEN next END,
+                uuid_send(h.lane), 1, CASE WHEN nth = 1 THEN first END, CASE WHEN nth = 1 THEN hints_left END,
                 CASE WHEN nth = 1 THEN txid_current() END, CASE WHEN nth = 1 THEN clock_timestamp() END,
                 coalesce(h.seq, p.seq), coalesce(p.rank, -1), p.track, p.due, coalesce(h.behind, false),
                 CASE WHEN r.depends_on IS NOT NULL
@@ -564,7 +564,7 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
         END IF;
         IF together AND current_setting('onceward.suspect') <> '{}' THEN
             RETURN QUERY
-            SELECT uuid_send(lane), 2, first, next, NULL::bigint, clock_timestamp(),
+            SELECT uuid_send(lane), 2, first, hints_left, NULL::bigint, clock_timestamp(),
                    NULL::bigint, NULL::bigint, NULL, NULL::timestamptz, false, NULL, NULL, NULL,
                    NULL::bytea, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
                    NULL, NULL::integer, NULL::integer, NULL, NULL::bytea, NULL, NULL::timestamptz, NULL::timestamptz,
@@ -575,8 +575,9 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
 
 -- End a turn; what it came to are the lines of onceward.queue.TurnClosing, NULL where there are none. The order in it
 -- matters: first what may have to wait for others, then what others may have to wait for; so nobody waits in a circle.
--- `ends` are lanes that do not simply go on; `lone`: each lane is a message without a lane, and done. Where a message is gone, or the transaction is not the one that `of_token` was set in, it raises OW001. Nothing
--- may be settled in the transaction after this. It is a procedure, because CALL is not planned.
+-- `ends` are lanes that do not simply go on; `lone`: each lane is a message without a lane, and done. Where a message is
+-- gone, or the transaction is not the one that `of_token` was set in, it raises OW001. Nothing may be settled in the
+-- transaction after this. It is a procedure, because CALL is not planned.
 CREATE PROCEDURE onceward_close(
         of_token text, of_consumer text, on_host text, by_owner text, lone boolean, ends json, failed json, blocked json,
         behind json,
