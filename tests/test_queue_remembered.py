@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any
 
 import asyncpg
 import pytest
 
-from onceward import Inbox, Message, Position, Reject, State, lanes
+from onceward import Inbox, Kind, Message, Outcome, Position, Reject, State, lanes
 from onceward.asyncpg import AsyncpgStore
+from onceward.identity import Identity
+from onceward.queue import Queued
+from onceward.slot import Slot
 from onceward.testing import PostgresLab
 
 CLAIM = "SELECT lanes FROM onceward_claim('{consumer}', 'me', 1, 30, '2000-01-01', 2, 1, '{hints}')"
@@ -159,11 +163,27 @@ async def _dispatched(inbox: Inbox[Any], handler: Any) -> str:
 # --- what others wait for -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("kind", "settles"),
+    [(None, True), (Kind.PROCESSED, True), (Kind.DUPLICATE, True), (Kind.DEAD, True), (Kind.FAILED, False)],
+)
+def test_what_is_not_tried_again_settles_its_position(kind: Kind | None, settles: bool) -> None:
+    """None: a lease that is being completed."""
+
+    def settled(**fields: Any) -> list[tuple[str, str, int]]:
+        one = message(1, **fields)
+        queued = Queued(1, b"lane", Identity("billing", "acme", "id", one.id), one, datetime.now(UTC))
+        return Slot(queued, one, outcome=None if kind is None else Outcome(kind)).settled()
+
+    assert settled(stream="s", position=0) == ([("acme", "s", 0)] if settles else [])
+    assert settled(stream="s") == settled() == []
+
+
 @pytest.mark.parametrize("batch", [1, 10])
 async def test_what_waits_for_one_that_is_done_and_for_one_that_is_dead_is_woken(
     postgres_lab: PostgresLab, batch: int
 ) -> None:
-    """Both settled in the same turn, at position 0."""
+    """At position 0, which is no position that is missing."""
     async with await postgres_lab.inbox(on_dead_dependency="run") as inbox:
         await inbox.accept([
             message(1, depends_on=[Position("good", 0)]),
