@@ -104,18 +104,23 @@ async def test_the_time_until_a_message_is_handled_is_measured(world: World):
     assert facts.rows[0][-1] == "5"
 
 
+AS_MUCH = 1.5
+"""Dead rows are read over until somebody cleans up, which with few messages depends on what else the server does. What
+would have to look at each of two hundred others is far above."""
+
+
 async def test_a_message_is_no_more_work_when_others_are_blocked_ahead_of_it(world: World):
     found = growth.Situations(world)
     await growth.blocked_ahead(world, found, (0, 200))
     work = {row[0]: (float(row[6]), float(row[-1])) for row in found.rows}
-    assert all(of_the_first <= 1.1 for pair in work.values() for of_the_first in pair), found.rows
+    assert all(of_the_first <= AS_MUCH for pair in work.values() for of_the_first in pair), found.rows
 
 
 async def test_a_message_is_no_more_work_when_more_is_in_the_tables(world: World):
     found = growth.Situations(world)
     await growth.pending(world, found, (0, 2_000))
     work = {row[0]: (float(row[6]), float(row[-1])) for row in found.rows}
-    assert all(of_the_first <= 1.1 for pair in work.values() for of_the_first in pair), found.rows
+    assert all(of_the_first <= AS_MUCH for pair in work.values() for of_the_first in pair), found.rows
 
 
 async def test_a_message_is_no_more_work_when_many_are_done_that_vacuum_has_not_seen(world: World):

@@ -16,6 +16,7 @@ from onceward.sql.drivers.asyncpg import AsyncpgSession
 from onceward.sql.plan import Statement
 from onceward.testing import PostgresLab
 from onceward.testing.contract.base import Listener
+from onceward.turn import Again, Turn
 
 SOON = RetryPolicy(max_attempts=3, base=0.01, cap=0.01)
 
@@ -128,7 +129,7 @@ async def test_cancellations_at_any_time_burn_nothing(postgres_lab: PostgresLab,
 
 @pytest.mark.parametrize("ending", ["RELEASE onceward_turn", "ROLLBACK; BEGIN", "ROLLBACK AND CHAIN"])
 @pytest.mark.parametrize("raises", [False, True])
-async def test_a_handler_that_ends_the_savepoint_is_found_out_and_the_worker_goes_on(
+async def test_a_handler_that_ends_the_transaction_is_found_out_and_the_worker_goes_on(
     postgres_lab: PostgresLab, ending: str, *, raises: bool
 ) -> None:
     runs: list[str] = []
@@ -159,6 +160,106 @@ async def test_a_turn_knows_its_own_transaction_by_more_than_the_savepoint(postg
     async with await postgres_lab.inbox() as inbox:
         await inbox.accept(message(1))
         assert _kind(await inbox.dispatch(forging)) == "dead"
+
+
+# --- a turn whose first handler fails is begun once more --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["COMMIT; BEGIN", "COMMIT; BEGIN; SELECT 1/0", "ROLLBACK; BEGIN", "COMMIT"])
+async def test_a_first_handler_that_ends_the_transaction_and_fails_is_found_out(
+    postgres_lab: PostgresLab, ending: str
+) -> None:
+    """Also in a transaction that has failed, where nothing can be asked."""
+
+    async def handle(_message: Message[Any], tx: Any) -> None:
+        await tx.execute("CREATE TABLE written (n int)")
+        await tx.execute(ending)
+        raise ValueError("and then it failed")
+
+    async with await postgres_lab.inbox(retry=SOON) as inbox:
+        await inbox.accept(message(1))
+        assert _kind(await inbox.dispatch(handle)) == "dead"
+        record = await inbox.get_record(message(1))
+        assert record is not None
+        assert record.errors[-1].type == "HandlerEndedTransaction"
+
+
+async def test_the_others_go_on_in_the_same_turn_and_nothing_runs_twice(postgres_lab: PostgresLab) -> None:
+    await postgres_lab.query("CREATE TABLE written (id text, turn bigint)")
+    runs: list[str] = []
+
+    async def handle(one: Message[Any], tx: Any) -> None:
+        runs.append(one.id)
+        await tx.execute("INSERT INTO written VALUES ($1, txid_current())", one.id)
+        if len(runs) in {1, 4}:
+            raise ValueError("not yet")
+
+    async with await postgres_lab.inbox(retry=RetryPolicy(base=60.0, cap=60.0), lane=lambda one: one.id) as inbox:
+        await inbox.accept([message(number) for number in range(5)])
+        claiming = Claiming(inbox.consumer, "me", 5, 5, 3.0, None, 300.0)
+        async with inbox._settler.plain_unit() as unit:
+            begun = await unit.begin_turn(claiming)
+            turn = Turn(unit, "me", inbox._crew._settings, lanes=begun.lanes, most=1, given=handle, taken=begun.taken)
+            slots = await turn.work()
+        assert [slot.message.id for slot in slots] == runs
+        failed = {runs[0], runs[3]}
+        written = await postgres_lab.query("SELECT id, turn FROM written")
+        assert {id_ for id_, _ in written} == {*runs} - failed
+        assert len({turn for _, turn in written}) == 1
+        states = await postgres_lab.query("SELECT message_id, state, attempts FROM onceward_records ORDER BY 1")
+        assert states == [(id_, "failed" if id_ in failed else "processed", 1) for id_ in sorted(runs)]
+
+
+async def test_what_was_committed_by_a_handler_after_that_is_known(postgres_lab: PostgresLab) -> None:
+    """It is another transaction then; what ran in it before stands, and must not run again."""
+    await postgres_lab.query("CREATE TABLE written (id text)")
+    runs: list[str] = []
+
+    async def handle(one: Message[Any], tx: Any) -> None:
+        runs.append(one.id)
+        await tx.execute("INSERT INTO written VALUES ($1)", one.id)
+        if len(runs) == 1:
+            raise ValueError("not yet")
+        if len(runs) == 3:
+            await tx.execute("COMMIT")
+
+    async with await postgres_lab.inbox(retry=RetryPolicy(base=60.0, cap=60.0), lane=lambda one: one.id) as inbox:
+        await inbox.accept([message(number) for number in range(3)])
+        async with inbox._settler.plain_unit() as unit:
+            begun = await unit.begin_turn(Claiming(inbox.consumer, "me", 3, 3, 3.0, None, 300.0))
+            turn = Turn(unit, "me", inbox._crew._settings, lanes=begun.lanes, most=1, given=handle, taken=begun.taken)
+            await turn.work()
+        await run_until(inbox, handle, 1)
+        states = dict(await postgres_lab.query("SELECT message_id, state FROM onceward_records"))
+        assert [states[id_] for id_ in runs[1:3]] == ["processed", "dead"]
+        assert sorted(await postgres_lab.query("SELECT id FROM written")) == sorted([(id_,) for id_ in runs[1:]])
+
+
+async def test_a_lane_that_was_lost_in_between_is_not_written_to(postgres_lab: PostgresLab) -> None:
+    """The turn took longer than its claim, and when it was begun once more another worker had the lane."""
+
+    async def failing(_message: Message[Any], _tx: Any) -> None:
+        raise ValueError("too late")
+
+    async with await postgres_lab.inbox(retry=SOON) as inbox:
+        await inbox.accept(message(1))
+        unit: Any
+        async with inbox._settler.plain_unit() as unit:
+            begun = await unit.begin_turn(Claiming(inbox.consumer, "me", 1, 1, 3.0, None, 300.0))
+            rollback = unit.rollback
+
+            async def lose() -> None:
+                await rollback()
+                await postgres_lab.query("UPDATE onceward_lanes SET owner = 'another', claims = claims + 1")
+
+            unit.rollback = lose
+            turn = Turn(unit, "me", inbox._crew._settings, lanes=begun.lanes, most=1, given=failing, taken=begun.taken)
+            with pytest.raises(Again):
+                await turn.work()
+        record = await inbox.get_record(message(1))
+        assert record is not None
+        assert (record.state, record.attempts) == (State.ACCEPTED, 0)
+        assert await postgres_lab.query("SELECT owner, claims FROM onceward_lanes") == [("another", 2)]
 
 
 # --- the next turn begins in the trip that ends the one before it ----------------------------------------------------

@@ -1,10 +1,11 @@
 """A turn: messages of some lanes through one transaction.
 
 Read `Turn.work` first. It takes the lanes that are still its own, runs what may run, in order, writes down what became
-of each message and how each lane goes on, and commits. It is optimistic: without savepoints. When a handler fails after
-others ran, the turn is given up (`Again`) and done a second time, **careful**, with a savepoint before each message;
-and where the database refuses the whole of it, a third time, **alone**, with one message. So only a message that fails
-by itself burns an attempt, and its failure is written in the transaction that holds its lane.
+of each message and how each lane goes on, and commits. It is optimistic: without savepoints. When the first handler
+fails, the transaction is begun once more, and the turn goes on. When one fails after others ran, the turn is given up
+(`Again`) and done a second time, **careful**, with a savepoint before each message; and where the database refuses the
+whole of it, a third time, **alone**, with one message. So only a message that fails by itself burns an attempt, and its
+failure is written in the transaction that holds its lane.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ class Turn:
         self._ahead = ahead
         self._taken = taken or Taken(frozenset(), ())
         self._has_begun = taken is not None
+        self._has_savepoint = False
         self._slots: list[Slot] = []
         self._ends: dict[bytes, LaneEnd] = {}
         """Of lanes in which nothing more runs in this turn."""
@@ -148,7 +150,8 @@ class Turn:
         try:
             runnable = await self._sort()
             if runnable:
-                await unit.savepoint()
+                if self.care >= Care.CAREFUL:
+                    await self._savepoint()
                 await (self._run_each(runnable) if self._bulk is None else self._run_bulk(self._bulk, runnable))
             await self._end()
         except _Written:
@@ -157,6 +160,20 @@ class Turn:
             for handler in self._using:
                 self._limits.leave(handler)
         return [slot for slot in self._slots if slot.outcome is not None]
+
+    async def _savepoint(self) -> None:
+        await self._unit.savepoint()
+        self._has_savepoint = True
+
+    async def _go_back(self) -> None:
+        """To the savepoint, or to the beginning of the turn: then its lanes have to be held once more."""
+        if self._has_savepoint:
+            await self._unit.back_to_savepoint()
+            return
+        taken = await self._unit.take_again(self._owner, self._taken)
+        if taken.lanes != self._taken.lanes:
+            raise Again
+        self._taken = taken
 
     @property
     def messages(self) -> int:
@@ -325,10 +342,10 @@ class Turn:
             try:
                 await self._run(slot)
                 if careful:
-                    await self._unit.savepoint()  # it also tells whether the transaction is still alive
+                    await self._savepoint()  # it also tells whether the transaction is still alive
             except BaseException as error:  # noqa: BLE001 - also cancellation: everything must be undone
                 await self._failed(slot, error, alone=alone or careful)
-                careful = True  # we are back at the savepoint, with nothing before it
+                careful = True  # we are back where nothing was done
                 continue
             alone = False
 
@@ -371,7 +388,7 @@ class Turn:
         if not alone:
             raise Again from error
         try:
-            await unit.back_to_savepoint()
+            await self._go_back()
         except HandlerEndedTransaction as ended:
             await self._bury_ended(slot, ended)
         slot.outcome = None
@@ -402,7 +419,7 @@ class Turn:
             if not part:
                 continue
             if not first:
-                await self._unit.savepoint()
+                await self._savepoint()
             first = False
             try:
                 await self._run_part(bulk, part, carefully=len(part) < len(slots) or self.care >= Care.CAREFUL)
@@ -431,7 +448,7 @@ class Turn:
             if not unit.stands() and not unit.lost:
                 raise HandlerEndedTransaction
             if carefully:
-                await unit.savepoint()  # it also tells whether the transaction is still alive
+                await self._savepoint()  # it also tells whether the transaction is still alive
         finally:
             leave(token)
         for slot in seen:
@@ -454,7 +471,7 @@ class Turn:
         if unit.is_conflict(error):
             raise Conflict from error
         try:
-            await unit.back_to_savepoint()
+            await self._go_back()
         except HandlerEndedTransaction as ended:
             await self._bury_ended(None, ended, ran=part)
 

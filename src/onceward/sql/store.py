@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from datetime import datetime
 from typing import Any, Generic, TypeVar
 
-from onceward.errors import CommitUnknown, OncewardError
+from onceward.errors import CommitUnknown, HandlerEndedTransaction, OncewardError
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.queue import Begun, Claiming, KeptLine, LaneClaim, Queued, QueueLine, Share, Taken, TurnClosing, Unmet
@@ -27,7 +27,6 @@ from onceward.store import (
     ClaimLine,
     Closing,
     Done,
-    Ended,
     Features,
     Found,
     InFlight,
@@ -203,8 +202,6 @@ class SqlUnit(Generic[Tx]):
 
     _placed = False
     """There is a savepoint in the open transaction."""
-    _unused = False
-    """And nothing was done since."""
 
     def __init__(
         self,
@@ -375,15 +372,10 @@ class SqlUnit(Generic[Tx]):
     async def take_lanes(
         self, owner: str, lanes: Sequence[bytes], *, most: int, idle_limit: float | None = None
     ) -> Taken:
-        session: Any = self._session
-        if not self._dialect.sets:
-            return await self._start(self._queue.take_lanes(self._dialect, owner, lanes, most))
-        session.idle_limit = idle_limit
-        if self._begin is not None or not self._rides():
-            return await self._start(self._queue.take_lanes(self._dialect, owner, lanes, most, opened=False))
-        # The savepoint that a turn begins with comes after the lock, or it would be given back with it.
-        session.opening = self._queue.opening(self._dialect, owner, lanes)
-        return await self._opened(self._queue.take_lanes(self._dialect, owner, lanes, most, opened=True))
+        if self._dialect.sets:
+            session: Any = self._session
+            session.idle_limit = idle_limit
+        return await self._start(self._queue.take_lanes(self._dialect, owner, lanes, most))
 
     async def begin_turn(self, claiming: Claiming, *, apart: bool = False) -> Begun:
         if apart or self._begin is not None or not self._rides():
@@ -394,17 +386,16 @@ class SqlUnit(Generic[Tx]):
             return Begun(sound, [claim.lane for claim in claims if claim.claims > 1])
         plan = self._plan_turn(claiming)
         try:
-            return await self._unless_empty(await self._opened(plan))
+            return await self._unless_empty(await self._start(plan))
         except Exception:
             await self._give_up_claim(claiming.owner)
             raise
 
     def _plan_turn(self, claiming: Claiming) -> Plan[Begun]:
-        """The claim and the opening ride with the next BEGIN; what is left to do is this."""
+        """The claim rides with the next BEGIN; what is left to do is this."""
         session: Any = self._session
         marks = self._driver.marks  # type: ignore[attr-defined]
         session.claiming = self._queue.claiming(self._dialect, claiming, marks)
-        session.opening = self._queue.opening(self._dialect, claiming.owner)
         session.idle_limit = claiming.idle_limit
         plan: Plan[Begun] = self._queue.take_claimed(self._dialect, claiming, marks)
         return plan
@@ -422,12 +413,6 @@ class SqlUnit(Generic[Tx]):
     def to_its_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         return self._session.to_its_end(work)
 
-    async def _opened(self, plan: Plan[T]) -> T:
-        """Begin a turn whose savepoint was made with BEGIN."""
-        value = await self._start(plan)
-        self._placed = self._unused = True
-        return value
-
     async def hold_lanes(self, owner: str, lanes: Sequence[bytes]) -> frozenset[bytes]:
         return await self._start(self._queue.hold_lanes(self._dialect, owner, lanes))
 
@@ -443,9 +428,6 @@ class SqlUnit(Generic[Tx]):
         return await self._at_once(self._queue.stood(self._dialect, taken.xid))
 
     async def savepoint(self) -> None:
-        if self._unused:
-            self._unused = False
-            return
         await self._session.flush()
         # Released first: a thousand savepoints, one in the other, are slow everywhere.
         await self._session.script(("RELEASE onceward_turn;\n" if self._placed else "") + "SAVEPOINT onceward_turn;")
@@ -454,8 +436,18 @@ class SqlUnit(Generic[Tx]):
     async def back_to_savepoint(self) -> None:
         await self._session.forget()
         if not self._session.stands():
-            raise Ended
+            raise HandlerEndedTransaction
         await self._session.script("ROLLBACK TO onceward_turn;")
+
+    async def take_again(self, owner: str, taken: Taken) -> Taken:
+        if await self._session.ended():
+            raise HandlerEndedTransaction
+        await self._session.forget()
+        await self.rollback()
+        again: Taken | None = await self._start(self._queue.take_again(self._dialect, owner, taken))
+        if again is None:
+            raise HandlerEndedTransaction
+        return again
 
     async def close_lanes(self, closing: TurnClosing, *, consumer: str, host: str) -> None:
         await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))
@@ -472,7 +464,7 @@ class SqlUnit(Generic[Tx]):
         if then is None or not self.goes_on:
             await self.commit()
             return None
-        plan = self._plan_turn(then)
+        plan, self._placed = self._plan_turn(then), False
         try:
             await self.commit()
         except OncewardError:
@@ -484,7 +476,6 @@ class SqlUnit(Generic[Tx]):
             return None
         try:
             begun = await self._say(plan)
-            self._placed = self._unused = True
             return await self._unless_empty(begun)
         except Exception:  # noqa: BLE001 - what was committed stands; who begins the next turn will hear of it
             await self._give_up_claim(then.owner)
@@ -544,7 +535,7 @@ class SqlUnit(Generic[Tx]):
 
     async def _start(self, plan: Plan[T]) -> T:
         """Begin a transaction with this plan; the caller ends it."""
-        self._placed = self._unused = False
+        self._placed = False
         return await run(plan, self._session.execute, first=self._first)
 
     def _first(self, statement: Statement) -> Coroutine[Any, Any, Result]:
