@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import sys
 import time
 import warnings
 from collections import Counter
@@ -18,6 +20,7 @@ import pytest
 from onceward import Inbox, Message, Reject, RetryPolicy, State, StoreReadOnly, StoreUnavailable, TryLater
 from onceward.asyncpg import AsyncpgStore
 from onceward.errors import HandlerEndedTransaction, UsageError
+from onceward.sql.drivers.postgresql import make_reads_cheap
 from onceward.testing import PostgresLab, Proxy
 from onceward.testing.lab import Gate, Recorder
 from tests.services.postgres import free_port
@@ -736,3 +739,31 @@ async def test_a_process_killed_inside_a_long_statement_is_taken_over_within_fiv
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         AsyncpgStore(**options)
+
+
+READING = """
+import resource, socket
+
+{before}
+here, there = socket.socketpair()
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(1000):
+    here.send(b"x")
+    there.recv(256 * 1024)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+"""
+
+
+async def faults_of_a_thousand_reads(before: str = "") -> int:
+    """As asyncio reads, in a process in which nothing large was freed yet."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", READING.format(before=before), stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    return int(out)
+
+
+async def test_reads_do_not_get_their_memory_from_the_system_each_time() -> None:
+    if await faults_of_a_thousand_reads() < 1000:
+        pytest.skip("not with this allocator")
+    assert await faults_of_a_thousand_reads(f"{inspect.getsource(make_reads_cheap)}make_reads_cheap()") < 100

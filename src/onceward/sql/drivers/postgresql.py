@@ -441,6 +441,7 @@ class PostgresDriver(ABC, Generic[Tx]):
         return self._pool
 
     async def open(self) -> None:
+        make_reads_cheap()
         self._pool = self._given if self._given is not None else await self._create_pool()
         self.watch.attach(self._pool)
         self.dialect = dialect.postgresql(self.schema)
@@ -538,6 +539,12 @@ def preparable(sql: str) -> tuple[str, str, Callable[[Mapping[str, Any]], Sequen
     text, names = numbered(sql)
     pick = itemgetter(*names) if len(names) > 1 else lambda params: [params[name] for name in names]
     return f"onceward_{digest(sql)[:8].hex()}", text, pick
+
+
+def make_reads_cheap() -> None:
+    """asyncio asks for 256 KB at each read. glibc gets such a block from the system and gives it back each time, which
+    takes 20 us, until a larger one was freed; then it keeps some at hand. So free one."""
+    bytes(1 << 20)
 
 
 def _new_token() -> str:
