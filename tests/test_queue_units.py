@@ -17,7 +17,7 @@ from onceward.queue import SHARED, Kept, LaneEnd, Then, TurnClosing
 from onceward.record import Decision, Failure, Record, State, decide
 from onceward.retry import RetryPolicy
 from onceward.stats import QueueStats
-from onceward.store import ClaimHead, ClaimLine, Sweepable
+from onceward.store import Claims, Sweepable
 from onceward.testing import AiosqliteLab, Lab, PostgresLab, PsycopgLab, SqliteLab
 from tests.queue_tools import (
     CONSUMER,
@@ -678,10 +678,14 @@ async def _take(queue: Queue, record: Any) -> None:
 
 async def _claim_many(queue: Queue, record: Any) -> None:
     digest = record.identity.digest
-    line = ClaimLine(digest, bytes(32), record.key, stream=record.stream, position=record.position)
-    common = ClaimHead(CONSUMER, "h", record.tenant, record.scope, record.type, source="", topic="")
+    texts = {name: [getattr(record, name)] for name in ("key", "message_id", "tenant", "scope", "type")}
+    empty = {name: [None] for name in ("origin", "occurred_at", "keep_ms")}
+    claims = Claims(
+        consumer=CONSUMER, host="h", digest=[digest], payload_hash=[bytes(32)], source=[""], topic=[""], handler=["h"],
+        stream=[record.stream], position=[record.position], **texts, **empty,
+    )  # fmt: skip
     async with queue.unit() as unit:
-        assert await unit.claim_many([line], common) == {digest}
+        assert await unit.claim_many(claims) == {digest}
         await unit.commit()
 
 

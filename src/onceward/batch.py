@@ -270,8 +270,10 @@ class Batcher(Generic[Tx]):
     async def _work_off_segment(self, batch: _Taken, segment: list[Slot]) -> None:
         todo, lanes, conflicts = [segment], batch.lanes, 0
         while todo:
-            part = [slot for slot in todo.pop() if slot.outcome is None and not slot.waits]
-            part = [slot for slot in part if slot.lane is None or not lanes.bars(slot)]
+            part = [
+                slot for slot in todo.pop()
+                if slot.outcome is None and not slot.waits and (slot.lane is None or not lanes.bars(slot))
+            ]  # fmt: skip
             if len(part) <= 1:
                 for slot in part:
                     await self._settle_alone(slot, lanes)

@@ -10,7 +10,7 @@ from onceward.errors import UsageError
 from onceward.identity import Identity
 
 
-class Current(msgspec.Struct, frozen=True):
+class Current(msgspec.Struct, frozen=True, gc=False):
     """The run in progress. Pass `idempotency_key` on to whatever happens outside of the transaction."""
 
     identity: Identity

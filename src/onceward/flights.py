@@ -107,15 +107,16 @@ class Cache:
     def clear(self) -> None:
         self._new, self._old = {}, {}
 
-    def put_all(self, known: Iterable[tuple[bytes, Done]]) -> None:
-        for digest, done in known:
-            self.put(digest, done)
-
     def put(self, digest: bytes, done: Done) -> None:
-        if self._half <= 0 or done.payload_hash is None:
+        self.put_all([(digest, done)])
+
+    def put_all(self, known: Iterable[tuple[bytes, Done]]) -> None:
+        if self._half <= 0:
             return
-        if done.result is not None and len(done.result) > self.LARGEST_RESULT:
-            return
-        self._new[digest] = done
-        if len(self._new) >= self._half:
-            self._new, self._old = {}, self._new
+        new, largest = self._new, self.LARGEST_RESULT
+        for digest, done in known:
+            if done.payload_hash is not None and (done.result is None or len(done.result) <= largest):
+                new[digest] = done
+                if len(new) >= self._half:
+                    self._old, self._new = new, {}
+                    new = self._new

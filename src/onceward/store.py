@@ -78,40 +78,27 @@ class Done(msgspec.Struct, frozen=True, gc=False):
     result: bytes | None
 
 
-class ClaimLine(msgspec.Struct, frozen=True, gc=False):
-    """One of many records of runs that succeed."""
-
-    digest: bytes
-    """Of its identity."""
-    payload_hash: bytes
-    key: str
-    message_id: str | None = None
-    """Where it is not the key."""
-    origin: str | None = None
-    occurred_at: datetime | None = None
-    stream: str | None = None
-    position: int | None = None
-    keep_ms: int | None = None
-    # Where they are the same for all lines, their ClaimHead says them instead.
-    tenant: str | None = None
-    scope: str | None = None
-    type: str | None = None
-    source: str | None = None
-    topic: str | None = None
-    handler: str | None = None
-
-
-class ClaimHead(msgspec.Struct, frozen=True, gc=False):
-    """What is said once for all lines of a claim, by the same names. None: each line says its own."""
+class Claims(msgspec.Struct, frozen=True, gc=False):
+    """Many records of runs that succeed, a column each. As objects they would cost more than all else about them."""
 
     consumer: str
     host: str
-    tenant: str | None = None
-    scope: str | None = None
-    type: str | None = None
-    source: str | None = None
-    topic: str | None = None
-    handler: str | None = None
+    digest: list[bytes]
+    """Of their identities."""
+    payload_hash: list[bytes]
+    key: list[str]
+    message_id: list[str]
+    tenant: list[str]
+    scope: list[str]
+    type: list[str]
+    source: list[str]
+    topic: list[str]
+    handler: list[str]
+    origin: list[str | None]
+    occurred_at: list[datetime | None]
+    stream: list[str | None]
+    position: list[int | None]
+    keep_ms: list[int | None]
 
 
 class Closing(msgspec.Struct, frozen=True, gc=False):
@@ -185,7 +172,7 @@ class Unit(Protocol[Tx_co]):
         """Whether, as far as is known without asking the database, the transaction is open and nobody has ended it.
         One and the same question for as long as the transaction lasts: it is asked after each handler."""
 
-    async def claim_many(self, claims: Sequence[ClaimLine], head: ClaimHead) -> set[bytes]:
+    async def claim_many(self, claims: Claims) -> set[bytes]:
         """Begin, and insert the records in their order. That is the order of identities: so two batches that share
         messages cannot wait for each other. The digests of those that are new and ours; the others exist, or
         another transaction has them."""

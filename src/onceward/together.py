@@ -169,9 +169,9 @@ class Segment:
         """Those whose tries are used up come back: they are for the single path."""
         slots = self._slots
         in_order = sorted(slots, key=BY_DIGEST)
-        claims, head = claims_of([slot.work for slot in in_order])
+        claims = claims_of([slot.work for slot in in_order])
         began = perf_counter()
-        self._new = new = await self._unit.claim_many(claims, head)
+        self._new = new = await self._unit.claim_many(claims)
         self._claimed_within = timedelta(seconds=perf_counter() - began, milliseconds=1)
         if len(new) == len(slots):
             return []
@@ -229,22 +229,24 @@ class Segment:
         """Little is said between two handlers: with many transactions at once, all of it comes from cold caches."""
         unit, ran, all_new = self._unit, self._ran, len(self._new) == len(self._slots)
         tx, stands = unit.tx, unit.stands
-        runs = [(slot, slot.work.message, slot.work.handler.to_call, _current_of(slot)) for slot in self._slots]
         token, began = None, perf_counter()
         try:
-            for slot, message, call, current in runs:
+            for slot in self._slots:
                 if not (all_new and slot.is_free):
                     if not await self._admits(slot):
                         continue
                     began = perf_counter()
-                before = enter(current)
+                work = slot.work
+                handler = work.handler
+                number = 1 if slot.before is None else slot.before.attempts + 1
+                before = enter(Current(work.identity, handler.shape.name, number, work.redelivered, work.origin))
                 token = token or before
                 ran.append(slot)
                 try:
-                    if slot.work.seen_before is not None and await _seen_before(slot, tx):
+                    if work.seen_before is not None and await _seen_before(slot, tx):
                         result = None
                     else:
-                        result = call(message, tx)
+                        result = handler.to_call(work.message, tx)
                         if type(result) is CoroutineType or isawaitable(result):
                             result = await result
                     slot.encoded = None if result is None else codec.encode(result, "result", ResultInvalid)
@@ -442,11 +444,6 @@ def _judge(slot: Slot, found: Found | None) -> Decision | None:
     except PayloadMismatch as error:
         slot.outcome = Outcome(Kind.FAILED, error=error)
     return decision
-
-
-def _current_of(slot: Slot) -> Current:
-    work, number = slot.work, 1 if slot.before is None else slot.before.attempts + 1
-    return Current(work.identity, work.handler.shape.name, number, work.redelivered, work.origin)
 
 
 def _place(work: Work) -> tuple[str, str | None, int | None]:

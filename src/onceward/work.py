@@ -16,7 +16,7 @@ from onceward.message import Message
 from onceward.record import Record, State
 from onceward.retention import milliseconds
 from onceward.retry import RetryPolicy
-from onceward.store import ClaimHead, ClaimLine
+from onceward.store import Claims
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
@@ -92,38 +92,25 @@ class Work(msgspec.Struct, frozen=True, gc=False):
             return False
 
 
-def claims_of(works: Sequence[Work]) -> tuple[list[ClaimLine], ClaimHead]:
-    """The drafts of many as the lines of one claim, under what they have in common."""
-    rows = [_often_alike(work) for work in works]
-    common = [column[0] if column.count(column[0]) == len(rows) else None for column in zip(*rows, strict=True)]
-    if None not in common:
-        lines = [_line(work) for work in works]
-    else:
-        lines = [
-            _line(work, *[None if said is not None else own for own, said in zip(row, common, strict=True)])
-            for work, row in zip(works, rows, strict=True)
-        ]
-    return lines, ClaimHead(works[0].identity.consumer, works[0].host, *common)
-
-
-def _often_alike(work: Work) -> tuple[str, str, str, str, str, str]:
-    """In the order of ClaimHead."""
-    message, identity = work.message, work.identity
-    return identity.tenant, identity.scope, message.type, message.source, message.topic, work.handler.shape.name
-
-
-def _line(work: Work, *own: str | None) -> ClaimLine:
-    message, identity = work.message, work.identity
-    key = identity.key
-    return ClaimLine(
-        identity.digest,
-        work.payload_hash,
-        key,
-        None if message.id == key else message.id,
-        work.origin,
-        message.occurred_at,
-        message.stream,
-        message.position,
-        None if work.retention is None else milliseconds(work.retention),
-        *own,
+def claims_of(works: Sequence[Work]) -> Claims:
+    """The drafts of many."""
+    messages, identities = [work.message for work in works], [work.identity for work in works]
+    return Claims(
+        consumer=identities[0].consumer,
+        host=works[0].host,
+        digest=[identity.digest for identity in identities],
+        payload_hash=[work.payload_hash for work in works],
+        key=[identity.key for identity in identities],
+        message_id=[message.id for message in messages],
+        tenant=[identity.tenant for identity in identities],
+        scope=[identity.scope for identity in identities],
+        type=[message.type for message in messages],
+        source=[message.source for message in messages],
+        topic=[message.topic for message in messages],
+        handler=[work.handler.shape.name for work in works],
+        origin=[work.origin for work in works],
+        occurred_at=[message.occurred_at for message in messages],
+        stream=[message.stream for message in messages],
+        position=[message.position for message in messages],
+        keep_ms=[None if work.retention is None else milliseconds(work.retention) for work in works],
     )

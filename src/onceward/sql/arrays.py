@@ -14,6 +14,10 @@ def array(values: Sequence[Any]) -> str | None:
     first, number = values[0] if values else None, len(values)
     if (first is None or type(first) is str) and values.count(first) == number:  # all have the same, or none has any
         return None if first is None else f"{{{','.join([_item(first)] * number)}}}"
+    if type(first) is str and None not in values:  # all at once, where nothing needs an escape
+        texts = '","'.join(values)
+        if texts.count('"') == 2 * number - 2 and "\\" not in texts:
+            return f'{{"{texts}"}}'
     return f"{{{','.join([_item(value) for value in values])}}}"
 
 

@@ -23,8 +23,7 @@ from onceward.sql.plan import Plan, Result, Statement, inlined, run
 from onceward.stats import QueueStats, Stats
 from onceward.store import (
     Begin,
-    ClaimHead,
-    ClaimLine,
+    Claims,
     Closing,
     Done,
     Features,
@@ -317,8 +316,8 @@ class SqlUnit(Generic[Tx]):
     def stands(self) -> Callable[[], bool]:
         return self._session.stands
 
-    async def claim_many(self, claims: Sequence[ClaimLine], head: ClaimHead) -> set[bytes]:
-        return await self._start(verbs.claim_many(self._dialect, claims, head))
+    async def claim_many(self, claims: Claims) -> set[bytes]:
+        return await self._start(verbs.claim_many(self._dialect, claims))
 
     async def find_done(self, identities: Sequence[Identity]) -> dict[bytes, Done]:
         return await self._say(verbs.find_done(self._dialect, identities))

@@ -18,7 +18,7 @@ from onceward.sql.arrays import array
 from onceward.sql.catalog import Migration, migrations
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
-from onceward.store import ClaimHead, ClaimLine, Closing, Conflict, Done, Found
+from onceward.store import Claims, Closing, Conflict, Done, Found
 
 
 def claim(dialect: Dialect, record: Record) -> Statement:
@@ -131,42 +131,55 @@ class _Closing(msgspec.Struct, gc=False):
     duration_ms: float | None
 
 
-def claim_many(dialect: Dialect, claims: Sequence[ClaimLine], head: ClaimHead) -> Plan[set[bytes]]:
+def claim_many(dialect: Dialect, claims: Claims) -> Plan[set[bytes]]:
     """They come sorted by identity. The digests of those that are new."""
-    said_once = msgspec.structs.asdict(head)
-    if dialect.sets:
-        inserted = yield dialect("claim_many", said_once | _columns(claims))
-        if inserted.changed == len(claims):
-            return {claim.digest for claim in claims}
-        identities = ",".join([claim.digest.hex() for claim in claims])
-        ours = yield dialect("claimed_of_many", {"identities": identities, "host": head.host})
-        if len(ours.rows) != inserted.changed:
-            raise Conflict  # another transaction of this process began in the same microsecond
-        return {bytes(row["digest"]) for row in ours.rows}
-    new = set()
-    said_once = {name: value for name, value in said_once.items() if value is not None}
-    for claim in claims:
-        inserted = yield dialect("claim", msgspec.structs.asdict(claim) | said_once | {
-            "identity": dialect.digest(claim.digest),
-            "message_id": claim.message_id or claim.key,
-            "occurred_at": None if claim.occurred_at is None else dialect.moment(claim.occurred_at),
-        })  # fmt: skip
-        if inserted.changed == 1:
-            new.add(claim.digest)
-    return new
+    if not dialect.sets:
+        return (yield from _claim_each(dialect, claims))
+    inserted = yield dialect("claim_many", _columns(claims))
+    if inserted.changed == len(claims.digest):
+        return set(claims.digest)
+    identities = ",".join([digest.hex() for digest in claims.digest])
+    ours = yield dialect("claimed_of_many", {"identities": identities, "host": claims.host})
+    if len(ours.rows) != inserted.changed:
+        raise Conflict  # another transaction of this process began in the same microsecond
+    return {bytes(row["digest"]) for row in ours.rows}
 
 
-_OWN = ClaimLine.__struct_fields__[3:]
-"""What a line of a claim may say, or not."""
+_COLUMNS = Claims.__struct_fields__[2:]
+_OFTEN_ALIKE = ("tenant", "scope", "type", "source", "topic", "handler")
+_SELDOM_THERE = ("origin", "occurred_at", "stream", "position", "keep_ms")
 
 
-def _columns(claims: Sequence[ClaimLine]) -> dict[str, Any]:
-    """An array for each, NULL where nobody says anything: the server reads that faster than JSON."""
-    digests, hashes, keys, *own = zip(*map(msgspec.structs.astuple, claims), strict=True)
-    columns: dict[str, Any] = {f"own_{name}": array(values) for name, values in zip(_OWN, own, strict=True)}
-    columns["digests"] = b"".join([part for pair in zip(digests, hashes, strict=True) for part in pair])
-    columns["keys"] = array(keys)
+def _columns(claims: Claims) -> dict[str, Any]:
+    """What all have in common is said once, the rest as arrays, which the server reads faster than JSON; NULL where
+    there is nothing in it."""
+    columns: dict[str, Any] = {
+        "consumer": claims.consumer,
+        "host": claims.host,
+        "digests": b"".join([part for pair in zip(claims.digest, claims.payload_hash, strict=True) for part in pair]),
+        "keys": array(claims.key),
+        "own_message_id": None if claims.message_id == claims.key else array(claims.message_id),
+    }
+    for name in _OFTEN_ALIKE:
+        values = getattr(claims, name)
+        alike = values.count(values[0]) == len(values)
+        columns[name], columns[f"own_{name}"] = (values[0], None) if alike else (None, array(values))
+    for name in _SELDOM_THERE:
+        columns[f"own_{name}"] = array(getattr(claims, name))
     return columns
+
+
+def _claim_each(dialect: Dialect, claims: Claims) -> Plan[set[bytes]]:
+    new = set()
+    for row in zip(*[getattr(claims, name) for name in _COLUMNS], strict=True):
+        line = dict(zip(_COLUMNS, row, strict=True)) | {"consumer": claims.consumer, "host": claims.host}
+        line["identity"] = dialect.digest(line["digest"])
+        if line["occurred_at"] is not None:
+            line["occurred_at"] = dialect.moment(line["occurred_at"])
+        inserted = yield dialect("claim", line)
+        if inserted.changed == 1:
+            new.add(line["digest"])
+    return new
 
 
 def find_done(dialect: Dialect, identities: Sequence[Identity]) -> Plan[dict[bytes, Done]]:
