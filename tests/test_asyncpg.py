@@ -20,6 +20,7 @@ import pytest
 from onceward import Inbox, Message, Reject, RetryPolicy, State, StoreReadOnly, StoreUnavailable, TryLater
 from onceward.asyncpg import AsyncpgStore
 from onceward.errors import HandlerEndedTransaction, UsageError
+from onceward.sql.drivers import asyncpg_pool
 from onceward.sql.drivers.postgresql import make_reads_cheap
 from onceward.testing import PostgresLab, Proxy
 from onceward.testing.lab import Gate, Recorder
@@ -767,3 +768,79 @@ async def test_reads_do_not_get_their_memory_from_the_system_each_time() -> None
     if await faults_of_a_thousand_reads() < 1000:
         pytest.skip("not with this allocator")
     assert await faults_of_a_thousand_reads(f"{inspect.getsource(make_reads_cheap)}make_reads_cheap()") < 100
+
+
+class TestAStatementThatIsPreparedAlready:
+    """Goes to the server by a shorter way than asyncpg's own, and nobody may notice."""
+
+    @staticmethod
+    async def connection(lab: PostgresLab) -> tuple[asyncpg.Pool, Any]:
+        store = AsyncpgStore(lab.url, min_size=1, max_size=1)
+        await lab.inbox(store=store)
+        await lab.query("CREATE TABLE numbers (n int PRIMARY KEY)")
+        return store.pool, await store.pool.acquire()
+
+    def test_the_inside_of_this_asyncpg_was_looked_at(self) -> None:
+        """If not: read its Connection.execute, and Protocol.bind_execute, beside `Riding.execute`."""
+        assert asyncpg_pool.KNOWN[0] <= tuple(map(int, asyncpg.__version__.split(".")[:2])) <= asyncpg_pool.KNOWN[1]
+
+    async def test_it_says_what_it_did_and_what_went_wrong(self, postgres_lab: PostgresLab) -> None:
+        pool, connection = await self.connection(postgres_lab)
+        insert = "INSERT INTO numbers VALUES ($1)"
+        assert [await connection.execute(insert, n) for n in (1, 2)] == ["INSERT 0 1", "INSERT 0 1"]
+        with pytest.raises(asyncpg.UniqueViolationError):
+            await connection.execute(insert, 2)
+        with pytest.raises(asyncpg.DataError):
+            await connection.execute(insert, "three")
+        assert await connection.execute("DELETE FROM numbers WHERE n > $1", 0) == "DELETE 2"
+        await pool.release(connection)
+
+    async def test_two_at_a_time_are_refused(self, postgres_lab: PostgresLab) -> None:
+        pool, connection = await self.connection(postgres_lab)
+        pause = "SELECT pg_sleep($1)"
+        await connection.execute(pause, 0.0)
+        both = await asyncio.gather(*(connection.execute(pause, 0.05) for _ in range(2)), return_exceptions=True)
+        assert [type(one) for one in both] == [str, asyncpg.InterfaceError]
+        await pool.release(connection)
+
+    async def test_who_logs_queries_sees_it(self, postgres_lab: PostgresLab) -> None:
+        pool, connection = await self.connection(postgres_lab)
+        seen: list[Any] = []
+        await connection.execute("SELECT $1::int", 1)
+        with connection.query_logger(lambda record: seen.append(record.args)):
+            await connection.execute("SELECT $1::int", 2)
+            await asyncio.sleep(0)
+        assert seen == [(2,)]
+        await pool.release(connection)
+
+    async def test_a_timeout_of_the_pool_holds(self, postgres_lab: PostgresLab) -> None:
+        store = AsyncpgStore(postgres_lab.url, min_size=1, max_size=1, command_timeout=0.2)
+        await postgres_lab.inbox(store=store)
+        async with store.pool.acquire() as connection:
+            await connection.execute("SELECT pg_sleep($1)", 0.0)
+            with pytest.raises(TimeoutError):
+                await connection.execute("SELECT pg_sleep($1)", 20.0)
+
+    async def test_after_a_table_has_changed_it_is_prepared_anew(self, postgres_lab: PostgresLab) -> None:
+        """Once it fails, because inside a transaction nothing can be tried again; the next delivery finds it mended."""
+        store = AsyncpgStore(postgres_lab.url, min_size=1, max_size=1)
+        inbox = await postgres_lab.inbox(store=store)
+        await postgres_lab.query("CREATE TABLE numbers (n int)")
+
+        async def look(_message: Message[Any], tx: asyncpg.Connection) -> str:
+            return await tx.execute("SELECT * FROM numbers WHERE n <> $1", 0)
+
+        assert (await inbox.process(postgres_lab.message("a"), look)).result == "SELECT 0"
+        await postgres_lab.query("ALTER TABLE numbers ADD COLUMN more text")
+        with pytest.raises(asyncpg.InvalidCachedStatementError):
+            await inbox.process(postgres_lab.message("b"), look)
+        assert (await inbox.process(postgres_lab.message("b"), look)).result == "SELECT 0"
+
+    async def test_a_connection_that_is_closed_says_so(self, postgres_lab: PostgresLab) -> None:
+        pool, connection = await self.connection(postgres_lab)
+        await connection.execute("SELECT $1::int", 1)
+        behind = connection._con
+        connection.terminate()
+        with pytest.raises(asyncpg.InterfaceError, match="closed"):
+            await behind.execute("SELECT $1::int", 1)
+        await pool.release(connection)

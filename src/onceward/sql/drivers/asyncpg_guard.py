@@ -32,6 +32,8 @@ class GuardedConnection(Guard):
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
+        self._behind = getattr(connection, "_con", None) or connection
+        """What the pool's proxy stands for; nearly everything that handlers say goes there without a detour."""
         self._before: list[CoroutineType[Any, Any, Any]] = []
         """Others that were not over when the next one was said."""
         self._inside = 0
@@ -61,8 +63,9 @@ class GuardedConnection(Guard):
     def execute(self, query: str, *args: Any, timeout: float | None = None) -> Coroutine[Any, Any, str]:
         if timeout is not None:  # a name beside *args makes the call twice as long
             return self._guarded(self._connection.execute(query, *args, timeout=timeout))
-        verb = self._connection.execute(query, *args)
-        return self._watched(verb) if args else self._guarded(verb)
+        if args:
+            return self._watched(self._behind.execute(query, *args))
+        return self._guarded(self._connection.execute(query))
 
     def executemany(self, command: str, args: Any, *, timeout: float | None = None) -> Coroutine[Any, Any, None]:
         return self._guarded(self._connection.executemany(command, args, timeout=timeout))

@@ -14,6 +14,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+import asyncpg
+
 from onceward.shield import finish_here, within
 from onceward.sql.drivers.pool_watch import noticed
 
@@ -71,7 +73,28 @@ def riding(connection_class: Any) -> Any:
             if not self.is_clean:
                 await super().reset(timeout=timeout)
 
+        async def execute(self, query: str, *args: Any, timeout: float | None = None) -> str:
+            """The same with fewer coroutines, where the statement has been prepared before. In a batch, what handlers
+            say is most of what this process does."""
+            protocol = self._protocol
+            if args and timeout is None and _IS_KNOWN and protocol is not None and not self._query_loggers:
+                statement = self._stmt_cache.get((query, protocol.get_record_class(), False))
+                if statement is not None:
+                    try:
+                        _, status, _ = await protocol.bind_execute(statement, args, "", 0, True, None)
+                    except _OUTDATED:
+                        await self.reload_schema_state()
+                        raise
+                    return status.decode()  # type: ignore[no-any-return]
+            return await super().execute(query, *args, timeout=timeout)  # type: ignore[no-any-return]
+
     return Riding
+
+
+KNOWN = ((0, 30), (0, 32))
+"""The first and the last version of asyncpg whose inside `Riding.execute` was looked at. With others it does as they do."""
+_IS_KNOWN = KNOWN[0] <= tuple(int(part) for part in asyncpg.__version__.split(".")[:2]) <= KNOWN[1]
+_OUTDATED = (asyncpg.InvalidCachedStatementError, asyncpg.OutdatedSchemaCacheError)
 
 
 async def release(pool: Any, proxy: Any) -> None:
