@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import msgspec
 import pytest
 
-from onceward import attempt, codec, identity, settle, together, work
+from onceward import attempt, codec, identity, settle, together
 from onceward.errors import TryLater
 from onceward.identity import Identity
 from onceward.inbox import Inbox
@@ -24,7 +25,7 @@ from onceward.sql.drivers.asyncpg import AsyncpgSession
 from onceward.sql.drivers.joined import JoinedSession
 from onceward.sql.drivers.sqlite import SqliteSession
 from onceward.sql.store import SqlUnit
-from onceward.store import Done, Found, InFlight
+from onceward.store import Claims, Done, Found, InFlight
 from onceward.work import Work
 
 SQLITE, POSTGRES = "sqlite_lab", "postgres_lab"
@@ -304,11 +305,11 @@ def a_look_answers_new(patch: pytest.MonkeyPatch) -> None:
         looked.add(True)
         return await original(self, identities)
 
-    async def claim_many(self: SqlUnit[Any], claims: Any, common: Any) -> set[bytes]:
+    async def claim_many(self: SqlUnit[Any], claims: Claims) -> set[bytes]:
         if not looked:
-            return await claim(self, claims, common)
+            return await claim(self, claims)
         await self._session.begin()
-        return {one.digest for one in claims}
+        return set(claims.digest)
 
     looked: set[bool] = set()
     original, claim = SqlUnit.look_done, SqlUnit.claim_many
@@ -317,13 +318,13 @@ def a_look_answers_new(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_first_of_a_batch_speaks_for_all(patch: pytest.MonkeyPatch) -> None:
-    def often_alike(one: Work) -> Any:
-        said.append(original(one))
-        return said[0]
+    def claims_of(works: Any) -> Claims:
+        claims = original(works)
+        alike = {name: [getattr(claims, name)[0]] * len(works) for name in verbs._OFTEN_ALIKE}
+        return msgspec.structs.replace(claims, **alike)
 
-    said: list[Any] = []
-    original = work._often_alike
-    patch.setattr(work, "_often_alike", often_alike)
+    original = together.claims_of
+    patch.setattr(together, "claims_of", claims_of)
 
 
 def a_claimed_position_counts_as_run(patch: pytest.MonkeyPatch) -> None:

@@ -427,6 +427,10 @@ CALL onceward_close(
     :token, :consumer, :host, :owner, :lone, :ends, :failed, :blocked, :behind, :tenants, :streams, :positions, :seqs,
     :identities, :handlers, :results, :durations, :keeps, :starts, :records, :rows)
 
+-- name: queue_close_one_at_commit
+CALL onceward_close_one(
+    :token, :owner, :host, :identity, :record, :handler, :result, :duration_ms, :keep_ms, :started)
+
 -- name: queue_close
 CALL onceward_close(
     NULL, :consumer::text, :host::text, :owner::text, :lone::boolean, :ends::text::json, :failed::text::json,

@@ -150,7 +150,23 @@ def hold_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Plan[fro
 
 def closing(dialect: Dialect, closing: TurnClosing, consumer: str, host: str) -> Statement:
     """To be said with COMMIT. `token` is still to be filled in."""
+    if closing.lone and len(closing.done) == 1 and not closing.settled:
+        return dialect("queue_close_one_at_commit", _closing_one(closing.done[0], closing.owner, host))
     return dialect("queue_close_at_commit", _closing(closing, consumer, host))
+
+
+def _closing_one(line: DoneLine, owner: str, host: str) -> dict[str, Any]:
+    return {
+        "owner": owner,
+        "host": host,
+        "identity": line.identity,
+        "record": line.record,
+        "handler": line.handler,
+        "result": line.result,
+        "duration_ms": line.duration_ms,
+        "keep_ms": line.keep_ms,
+        "started": line.started or 0,
+    }
 
 
 def close_lanes(dialect: Dialect, closing: TurnClosing, consumer: str, host: str) -> Plan[None]:

@@ -64,7 +64,7 @@ class GuardedConnection(Guard):
         if timeout is not None:  # a name beside *args makes the call twice as long
             return self._guarded(self._connection.execute(query, *args, timeout=timeout))
         if args:
-            return self._watched(self._behind.execute(query, *args))
+            return self._watched(self._behind.execute(query, *args))  # type: ignore[no-any-return]
         return self._guarded(self._connection.execute(query))
 
     def executemany(self, command: str, args: Any, *, timeout: float | None = None) -> Coroutine[Any, Any, None]:

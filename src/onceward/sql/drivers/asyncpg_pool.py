@@ -81,7 +81,7 @@ def riding(connection_class: Any) -> Any:
                 statement = self._stmt_cache.get((query, protocol.get_record_class(), False))
                 if statement is not None:
                     try:
-                        _, status, _ = await protocol.bind_execute(statement, args, "", 0, True, None)
+                        _, status, _ = await protocol.bind_execute(statement, args, "", 0, True, None)  # noqa: FBT003
                     except _OUTDATED:
                         await self.reload_schema_state()
                         raise
@@ -92,7 +92,7 @@ def riding(connection_class: Any) -> Any:
 
 
 KNOWN = ((0, 30), (0, 32))
-"""The first and the last version of asyncpg whose inside `Riding.execute` was looked at. With others it does as they do."""
+"""The first and the last version of asyncpg that `Riding.execute` was compared with. With others it does as they do."""
 _IS_KNOWN = KNOWN[0] <= tuple(int(part) for part in asyncpg.__version__.split(".")[:2]) <= KNOWN[1]
 _OUTDATED = (asyncpg.InvalidCachedStatementError, asyncpg.OutdatedSchemaCacheError)
 
