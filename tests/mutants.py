@@ -24,7 +24,7 @@ from onceward.sql.drivers import joined_postgresql, joined_sqlite
 from onceward.sql.drivers.asyncpg import AsyncpgSession
 from onceward.sql.drivers.joined import JoinedSession
 from onceward.sql.drivers.sqlite import SqliteSession
-from onceward.sql.store import SqlUnit
+from onceward.sql.unit import SqlUnit
 from onceward.store import Claims, Done, Found, InFlight
 from onceward.work import Work
 

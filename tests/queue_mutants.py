@@ -12,7 +12,7 @@ from onceward import accept, lanes, lease
 from onceward.accept import Acceptor
 from onceward.identity import digest
 from onceward.queue import LAST, LaneEnd, QueueLine, Then, TurnClosing
-from onceward.sql.store import SqlUnit
+from onceward.sql.unit import SqlUnit
 from onceward.testing import Lab
 from tests.mutants import POSTGRES, Mutant, Patch
 

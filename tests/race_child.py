@@ -14,7 +14,7 @@ from typing import Any
 from onceward.queue import LaneClaim, Taken
 from onceward.sql.plan import Statement
 from onceward.sql.queue_rows import queued_of
-from onceward.sql.store import SqlUnit
+from onceward.sql.unit import SqlUnit
 from onceward.testing import worker_child
 
 MISTAKE = "claim and read in one statement"
