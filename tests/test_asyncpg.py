@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -836,6 +837,54 @@ class TestAStatementThatIsPreparedAlready:
             await inbox.process(postgres_lab.message("b"), look)
         assert (await inbox.process(postgres_lab.message("b"), look)).result == "SELECT 0"
 
+    async def test_outside_of_a_transaction_nobody_hears_of_it(self, postgres_lab: PostgresLab) -> None:
+        pool, connection = await self.connection(postgres_lab)
+        look = "SELECT * FROM numbers WHERE n <> $1"
+        await connection.execute(look, 0)
+        await postgres_lab.query("ALTER TABLE numbers ADD COLUMN more text")
+        assert await connection.execute(look, 0) == "SELECT 0"
+        await pool.release(connection)
+
+    @pytest.mark.parametrize("verb", ["execute", "_execute", "_do_execute", "_get_statement"])
+    async def test_a_class_of_the_users_is_asked_each_time(self, postgres_lab: PostgresLab, verb: str) -> None:
+        seen: list[str] = []
+
+        def override(self: Any, *args: Any, **options: Any) -> Any:
+            seen.append(args[0])
+            return getattr(asyncpg.Connection, verb)(self, *args, **options)
+
+        mine = type("Mine", (asyncpg.Connection,), {verb: override})
+        await self.check_that_all_are_seen(postgres_lab, seen, connection_class=mine)
+
+    async def test_whoever_watches_asyncpg_sees_it_each_time(
+        self, postgres_lab: PostgresLab, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As tracers do, also long after the pool was made."""
+        seen: list[str] = []
+        original = asyncpg.Connection.execute
+
+        async def watched(self: Any, query: str, *args: Any, **options: Any) -> Any:
+            seen.append(query)
+            return await original(self, query, *args, **options)
+
+        await self.check_that_all_are_seen(
+            postgres_lab, seen, lambda: monkeypatch.setattr(asyncpg.Connection, "execute", watched)
+        )
+
+    @staticmethod
+    async def check_that_all_are_seen(
+        lab: PostgresLab, seen: list[str], before: Callable[[], None] = lambda: None, **options: Any
+    ) -> None:
+        inbox = await lab.inbox(store=AsyncpgStore(lab.url, min_size=1, max_size=1, **options))
+        before()
+
+        async def look(_message: Message[Any], tx: asyncpg.Connection) -> None:
+            await tx.execute("SELECT $1::text", "seen")
+
+        outcomes = await inbox.process_many([lab.message() for _ in range(5)], look)
+        assert [outcome.kind for outcome in outcomes] == ["processed"] * 5
+        assert seen.count("SELECT $1::text") == 5
+
     async def test_a_connection_that_is_closed_says_so(self, postgres_lab: PostgresLab) -> None:
         pool, connection = await self.connection(postgres_lab)
         await connection.execute("SELECT $1::int", 1)
@@ -844,3 +893,24 @@ class TestAStatementThatIsPreparedAlready:
         with pytest.raises(asyncpg.InterfaceError, match="closed"):
             await behind.execute("SELECT $1::int", 1)
         await pool.release(connection)
+
+
+@pytest.mark.parametrize("many", ["process_many", "process_bulk"])
+async def test_a_statement_that_one_of_a_batch_forgot_to_await_harms_nobody(
+    postgres_lab: PostgresLab, many: str
+) -> None:
+    """Also where results are written afterwards, through the same connection."""
+    inbox, messages = await postgres_lab.inbox(), [postgres_lab.message() for _ in range(3)]
+
+    async def one(message: Message[Any], tx: asyncpg.Connection) -> dict[str, bool]:
+        if message is messages[1]:
+            tx.execute("INSERT INTO effects (message_id) VALUES ($1)", message.id)  # type: ignore[unused-coroutine]
+        return {"ok": True}
+
+    async def bulk(found: list[Message[Any]], tx: asyncpg.Connection) -> list[dict[str, bool]]:
+        return [await one(message, tx) for message in found]
+
+    with pytest.warns(RuntimeWarning, match="never awaited"):
+        outcomes = await getattr(inbox, many)(messages, one if many == "process_many" else bulk)
+    assert [(outcome.kind, outcome.result) for outcome in outcomes] == [("processed", {"ok": True})] * 3
+    assert await postgres_lab.effects() == []

@@ -85,3 +85,25 @@ async def test_a_message_of_a_batch_that_kills_its_process_takes_nobody_with_it(
     assert code == 0
     assert [line["kind"] for line in lines] == ["duplicate", "dead", "processed"]
     assert await lab.effects() == ["a", "b"]
+
+
+@pytest.mark.parametrize("lab", ["postgres_lab", "psycopg_lab"], indirect=True)
+async def test_one_of_a_batch_that_leaves_a_statement_running_holds_up_nobody_else(lab: Lab) -> None:
+    """Its connection has to be given up, and the server goes on with the statement and holds the claims of all. When it
+    is over, each of them is tried alone."""
+    inbox, messages = await lab.inbox(wait=30.0), [lab.message(id_) for id_ in "abc"]
+    left = []
+
+    async def handler(message: Message[Any], tx: Any) -> dict[str, bool]:
+        if message.id == "c":  # the last: psycopg would make the next one wait for it
+            left.append(asyncio.ensure_future(lab.run(tx, "SELECT pg_sleep(0.5)")))
+            await asyncio.sleep(0.1)  # so that it is on its way
+        else:
+            await lab.run(tx, "INSERT INTO effects VALUES ($1)", message.id)
+        return {"ok": True}
+
+    outcomes = await inbox.process_many(messages, handler)
+    await asyncio.gather(*left, return_exceptions=True)
+    assert [outcome.kind for outcome in outcomes] == [Kind.PROCESSED, Kind.PROCESSED, Kind.FAILED]
+    assert "left behind" in str(outcomes[2].error)
+    assert await lab.effects() == ["a", "b"]

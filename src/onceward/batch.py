@@ -13,6 +13,8 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
+from itertools import chain, groupby
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
@@ -234,7 +236,8 @@ class Batcher(Generic[Tx]):
         if call.redelivered and any(slot.work.retry is not None for slot in slots):
             # Each commits that it starts. One that kills the process must not take the others' tries with it.
             return [[slot] for slot in slots]
-        return [group[at : at + LARGEST] for group in self._groups(slots) for at in range(0, len(group), LARGEST)]
+        parts = [part for group in self._groups(slots) for part in _runs(group)]
+        return [part[at : at + LARGEST] for part in parts for at in range(0, len(part), LARGEST)]
 
     def _groups(self, slots: list[Slot]) -> list[list[Slot]]:
         if not self._settler.has_hook:
@@ -297,6 +300,8 @@ class Batcher(Generic[Tx]):
             except HookFailed as failed:
                 _give_up(part, lanes, Outcome(Kind.FAILED, error=failed.__cause__))
             else:
+                for slot in chain(*left):
+                    slot.apart = True
                 todo.extend(reversed(left))
 
     async def _together(self, part: list[Slot], batch: _Taken) -> list[list[Slot]]:
@@ -347,6 +352,17 @@ class Batcher(Generic[Tx]):
             kind = "many" if batch.call.bulk is None else "bulk"
             size = len(batch.call.messages)
             bus.emit(events.Batch(consumer=consumer, handler=kind, size=size, duration_ms=duration_ms))
+
+
+def _runs(slots: list[Slot]) -> list[list[Slot]]:
+    """In their order: what may share a transaction, and each that may not."""
+    if not any(slot.apart for slot in slots):
+        return [slots]
+    return [
+        part
+        for apart, run in groupby(slots, attrgetter("apart"))
+        for part in ([[slot] for slot in run] if apart else [list(run)])
+    ]
 
 
 def _told_apart(begin: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:

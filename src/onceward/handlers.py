@@ -281,10 +281,11 @@ class BulkHandler(msgspec.Struct, frozen=True):
             leave(token)
 
     def of_one(self, registered: Handler | None) -> Handler:
-        """As a handler of single messages, with the key and retries that are registered for their type."""
-        key, retry = (registered.key, registered.retry) if registered else (None, None)
+        """As a handler of single messages, with what is registered for their type: key, retries and retention."""
         shape = Shape(self.shape.name, wants_tx=True, payload=self.shape.payload, result=self.shape.result)
-        return Handler(self.run_one, shape, shape.payload, key, retry)
+        if registered is None:
+            return Handler(self.run_one, shape, shape.payload)
+        return Handler(self.run_one, shape, shape.payload, registered.key, registered.retry, registered.retention)
 
 
 def bulk_handler_of(function: Callable[..., Any]) -> BulkHandler:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from onceward import codec, keys, lanes
-from onceward.errors import HandlerNotFound, PayloadTooLarge, Reject
+from onceward.errors import HandlerNotFound, InvalidMessage, PayloadTooLarge, Reject
 from onceward.handlers import Handler, Router, handler_of
 from onceward.identity import Identity
 from onceward.keys import Key, KeyLike
@@ -36,8 +36,23 @@ _CLAIMANT = handler_of(claim)
 Maker = Callable[..., Work]
 """(message, origin) or (message, origin, identity)."""
 
+MOST_OF_A_PLACE = 2560
+"""Bytes of consumer, tenant and stream together. A position is found by an index on them, and PostgreSQL has no entries
+of more than a third of a page."""
+
 TYPES = 1000
 """Message types whose last maker is kept."""
+
+
+def check_place(*names: str) -> None:
+    """InvalidMessage: its stream cannot be kept."""
+    if sum(map(len, names)) * 4 > MOST_OF_A_PLACE:  # a character has up to four bytes
+        size = sum(len(name.encode()) for name in names)
+        if size > MOST_OF_A_PLACE:
+            raise InvalidMessage(
+                f"consumer, tenant and stream have {size} bytes together; {MOST_OF_A_PLACE} are allowed. "
+                "Use a hash of the stream's name."
+            )
 
 
 class _Last(NamedTuple):
@@ -167,6 +182,8 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
             if identity is None:
                 taken = message.id if by_id else keys.check(strategy(message))  # an id was checked with its message
                 identity = Identity(consumer, tenant(message), scope(message), taken)
+            if message.stream is not None:
+                check_place(consumer, identity.tenant, message.stream)
             payload = None if message.payload is None else codec.encode(message.payload)
             headers = codec.encode(dict(message.headers), "headers") if message.headers else None
             if is_plain and payload is not None and message.body is None and len(payload) <= most:

@@ -55,6 +55,9 @@ class Slot(msgspec.Struct, eq=False):
     outcome: Outcome[Any] | None = None
     done: Done | None = None
     """What is known of the first run, for its twins."""
+    apart: bool = False
+    """It was in a try that was undone. If it has to wait then, it comes back alone: who spoils a transaction again and
+    again must not do so to its neighbours."""
     waits: str = ""
     """For another runner ("flight"), or behind one that does ("lane"): not in this pass."""
     before: Record | None = None

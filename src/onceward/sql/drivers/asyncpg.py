@@ -46,11 +46,13 @@ class AsyncpgSession(PostgresSession["asyncpg.Connection"]):
         if self._rides:  # what rode with the COMMIT before is said no longer
             self._connection.is_reset = False
         self._lent = True
-        return GuardedConnection(self._connection)
+        return GuardedConnection(self._connection, getattr(self._connection, "_con", None) if self._rides else None)
 
     def stands(self) -> bool:
         guard = self._guard  # as in all drivers, with one call less after each handler
-        return guard is not None and not guard.has_ended and self._connection.is_in_transaction()
+        return (
+            guard is not None and not guard.has_ended and not self._abandoned and self._connection.is_in_transaction()
+        )
 
     def _in_transaction(self) -> bool:
         return bool(self._connection.is_in_transaction())

@@ -30,10 +30,10 @@ class GuardedConnection(Guard):
     _last: CoroutineType[Any, Any, Any] | None = None
     """The last statement with parameters. Not a list of all: nearly always it is the only one that may be open."""
 
-    def __init__(self, connection: asyncpg.Connection) -> None:
+    def __init__(self, connection: asyncpg.Connection, behind: asyncpg.Connection | None = None) -> None:
         self._connection = connection
-        self._behind = getattr(connection, "_con", None) or connection
-        """What the pool's proxy stands for; nearly everything that handlers say goes there without a detour."""
+        self._behind = behind or connection
+        """In a pool of ours, what its proxy stands for: nearly everything that handlers say goes there at once."""
         self._before: list[CoroutineType[Any, Any, Any]] = []
         """Others that were not over when the next one was said."""
         self._inside = 0
@@ -43,17 +43,17 @@ class GuardedConnection(Guard):
         return self._inside + sum(verb.cr_frame is not None for verb in self._statements())
 
     def end_of_run(self) -> bool:
-        self._close_unstarted()
+        self.close_unstarted()
         return super().end_of_run()
 
     def forget(self) -> None:
-        self._close_unstarted()
+        self.close_unstarted()
         self.forgotten = False
 
     def _statements(self) -> list[CoroutineType[Any, Any, Any]]:
         return self._before if self._last is None else [*self._before, self._last]
 
-    def _close_unstarted(self) -> None:
+    def close_unstarted(self) -> None:
         """Statements that nobody has awaited yet: they must not be said outside of the transaction."""
         for verb in self._statements():
             if verb.cr_frame is not None and inspect.getcoroutinestate(verb) == inspect.CORO_CREATED:
@@ -141,5 +141,5 @@ class GuardedConnection(Guard):
             self._inside -= 1
             if not self._connection.is_in_transaction() and not self._connection.is_closed():
                 self.has_ended = True
-                self._close_unstarted()
+                self.close_unstarted()
                 raise HandlerEndedTransaction

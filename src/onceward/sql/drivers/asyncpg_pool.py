@@ -9,9 +9,11 @@ as soon as anybody else asks for one.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable
 from contextlib import suppress
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import asyncpg
@@ -55,6 +57,7 @@ def acquire(pool: Any, wait: float) -> Awaitable[Any]:
 @cache
 def riding(connection_class: Any) -> Any:
     """A pool resets a connection that comes back, with a trip of its own. In a pool of ours it rides with COMMIT."""
+    is_plain = _IS_KNOWN and all(getattr(connection_class, name) is _INSIDE[name] for name in _INSIDE)
 
     class Riding(connection_class):  # type: ignore[misc]
         is_reset = False
@@ -77,15 +80,22 @@ def riding(connection_class: Any) -> Any:
             """The same with fewer coroutines, where the statement has been prepared before. In a batch, what handlers
             say is most of what this process does."""
             protocol = self._protocol
-            if args and timeout is None and _IS_KNOWN and protocol is not None and not self._query_loggers:
+            if (
+                args and timeout is None and protocol is not None and not self._query_loggers
+                and is_plain and connection_class.execute is _EXECUTE  # somebody may put something around it any time
+            ):  # fmt: skip
                 statement = self._stmt_cache.get((query, protocol.get_record_class(), False))
                 if statement is not None:
                     try:
                         _, status, _ = await protocol.bind_execute(statement, args, "", 0, True, None)  # noqa: FBT003
-                    except _OUTDATED:
+                        return status.decode()  # type: ignore[no-any-return]
+                    except asyncpg.OutdatedSchemaCacheError:
                         await self.reload_schema_state()
                         raise
-                    return status.decode()  # type: ignore[no-any-return]
+                    except asyncpg.InvalidCachedStatementError:
+                        self._drop_global_statement_cache()
+                        if self.is_in_transaction():
+                            raise
             return await super().execute(query, *args, timeout=timeout)  # type: ignore[no-any-return]
 
     return Riding
@@ -93,8 +103,13 @@ def riding(connection_class: Any) -> Any:
 
 KNOWN = ((0, 30), (0, 32))
 """The first and the last version of asyncpg that `Riding.execute` was compared with. With others it does as they do."""
-_IS_KNOWN = KNOWN[0] <= tuple(int(part) for part in asyncpg.__version__.split(".")[:2]) <= KNOWN[1]
-_OUTDATED = (asyncpg.InvalidCachedStatementError, asyncpg.OutdatedSchemaCacheError)
+_INSIDE = {name: getattr(asyncpg.Connection, name) for name in ("execute", "_execute", "_do_execute", "_get_statement")}
+"""Where a class of the user has others, or somebody has put something around them to watch, they are called."""
+_EXECUTE = _INSIDE["execute"]
+_IS_KNOWN = KNOWN[0] <= tuple(map(int, re.findall(r"\d+", asyncpg.__version__)[:2])) <= KNOWN[1] and all(
+    type(one) is FunctionType and one.__module__ == "asyncpg.connection" and not hasattr(one, "__wrapped__")
+    for one in _INSIDE.values()
+)
 
 
 async def release(pool: Any, proxy: Any) -> None:

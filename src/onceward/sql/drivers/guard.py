@@ -29,6 +29,9 @@ class Guard:
         self._over = True
         return self.has_ended
 
+    def close_unstarted(self) -> None:
+        """What was said and never awaited is not said any more. A driver that knows of such does something here."""
+
     async def is_idle(self, patience: float = 1.0) -> bool:
         """Whether nothing uses the connection; a task that was left behind gets a moment to end."""
         loop = asyncio.get_running_loop()

@@ -113,7 +113,7 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
 
     def stands(self) -> bool:
         guard = self._guard
-        return guard is not None and not guard.has_ended and self._in_transaction()
+        return guard is not None and not guard.has_ended and not self._abandoned and self._in_transaction()
 
     claiming: Statement | None = None
     """A transaction of its own, said before the next BEGIN in the same trip. COMMIT goes on with it at once."""
@@ -199,7 +199,9 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
 
     async def execute(self, statement: Statement) -> Result:
         if self._guard is not None and self._guard.running:
-            self._refuse_left_behind()
+            self._guard.close_unstarted()
+            if self._guard.running:
+                self._refuse_left_behind()
         try:
             return await self._run(statement)
         except Exception as error:  # noqa: BLE001 - told apart there

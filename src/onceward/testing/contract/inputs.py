@@ -105,6 +105,21 @@ class InputContract:
         assert await lab.query("SELECT 1 FROM onceward_records") == []
         assert (await inbox.process(lab.message(), handler)).processed
 
+    async def test_a_stream_that_no_index_could_hold_is_refused(self, lab: Lab) -> None:
+        """Each name is allowed by itself. Together they are too long, and could not be kept however often they come."""
+        inbox, handler = await lab.inbox(), Recorder(lab)
+        noise = "".join(chr(0x4E00 + number * 7919 % 20_000) for number in range(1000))  # nothing can be compressed
+        longest = lab.message("a", stream=noise[:600], position=1, tenant=noise[600:833])
+        assert (await inbox.process(longest, handler)).processed
+        long = lab.message("b", stream=noise[:600], position=1, tenant=noise[600:900])
+        with pytest.raises(InvalidMessage, match="together") as caught:
+            await inbox.process(long, handler)
+        assert verdict_of(caught.value) is Verdict.REJECT
+        with pytest.raises(InvalidMessage, match="together"):
+            await inbox.accept(long)
+        outcomes = await inbox.process_many([lab.message("c"), long, lab.message("d")], handler)
+        assert [outcome.verdict for outcome in outcomes] == [Verdict.ACK, Verdict.REJECT, Verdict.ACK]
+
     async def test_enums_and_other_strings_are_the_strings_they_are(self, lab: Lab) -> None:
         class Kinds(StrEnum):
             PAID = "order.paid"

@@ -179,15 +179,17 @@ class RetentionContract:
         await inbox.process(lab.message("by inbox", type="order.shipped"))
         await inbox.process(lab.message("given"), Recorder(lab))
         await inbox.process(lab.message("by call"), retention=timedelta(days=4))
+        await inbox.process_many([lab.message("in a batch"), lab.message("another")], Recorder(lab))
+        await inbox.process_bulk([lab.message("in bulk"), lab.message("yet another")], lambda _messages: None)
         await refund("o-1")
         kept = {}
-        for consumer_key in ("by router", "by inbox", "given", "by call"):
+        for consumer_key in ("by router", "by inbox", "given", "by call", "in a batch", "in bulk"):
             record = await inbox.get_record(lab.message(consumer_key))
             assert record is not None
             assert record.processed_at is not None
             assert record.expires_at is not None
             kept[consumer_key] = (record.expires_at - record.processed_at).days
-        assert kept == {"by router": 1, "by inbox": 2, "given": 1, "by call": 4}
+        assert kept == {"by router": 1, "by inbox": 2, "given": 1, "by call": 4, "in a batch": 1, "in bulk": 1}
         record = await inbox.get_record(Identity("billing", "default", "name:refund", '"o-1"'))
         assert record is not None
         assert record.processed_at is not None
