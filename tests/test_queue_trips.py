@@ -16,7 +16,7 @@ from onceward.sql.drivers.asyncpg import AsyncpgSession
 from onceward.sql.plan import Statement
 from onceward.testing import PostgresLab
 from onceward.testing.contract.base import Listener
-from onceward.turn import Again, Turn
+from onceward.turn import Turn
 
 SOON = RetryPolicy(max_attempts=3, base=0.01, cap=0.01)
 
@@ -162,7 +162,7 @@ async def test_a_turn_knows_its_own_transaction_by_more_than_the_savepoint(postg
         assert _kind(await inbox.dispatch(forging)) == "dead"
 
 
-# --- a turn whose first handler fails is begun once more --------------------------------------------------------------
+# --- a turn whose first handler fails -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ending", ["COMMIT; BEGIN", "COMMIT; BEGIN; SELECT 1/0", "ROLLBACK; BEGIN", "COMMIT"])
@@ -235,31 +235,63 @@ async def test_what_was_committed_by_a_handler_after_that_is_known(postgres_lab:
         assert sorted(await postgres_lab.query("SELECT id FROM written")) == sorted([(id_,) for id_ in runs[1:]])
 
 
-async def test_a_lane_that_was_lost_in_between_is_not_written_to(postgres_lab: PostgresLab) -> None:
-    """The turn took longer than its claim, and when it was begun once more another worker had the lane."""
+async def test_a_failure_is_written_in_the_transaction_that_holds_the_lane(
+    postgres_lab: PostgresLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn that was rolled back and begun once more would have let go of its lane in between; and where it had lasted
+    longer than its claim, another worker would run the message before its failure was counted."""
+    said: list[str] = []
+    send = AsyncpgSession._send
 
-    async def failing(_message: Message[Any], _tx: Any) -> None:
-        raise ValueError("too late")
+    def told(self: AsyncpgSession, sql: str) -> Any:
+        said.append(sql)
+        return send(self, sql)
+
+    async def failing(_message: Message[Any], tx: Any) -> None:
+        await tx.execute("SELECT 1/$1::int", 0)
 
     async with await postgres_lab.inbox(retry=SOON) as inbox:
         await inbox.accept(message(1))
-        unit: Any
+        monkeypatch.setattr(AsyncpgSession, "_send", told)
+        assert _kind(await inbox.dispatch(failing)) == "failed"
+    turn = said[: next(place for place, sql in enumerate(said) if "COMMIT" in sql and "onceward_close" in sql) + 1]
+    assert any("ROLLBACK TO" in sql for sql in turn)
+    assert not any(sql.startswith("ROLLBACK") and "ROLLBACK TO" not in sql for sql in turn)
+
+
+@pytest.mark.parametrize("then", ["raise ValueError", "SELECT 1/0", "40001"])
+@pytest.mark.parametrize("size", [1, 3])
+async def test_a_handler_that_commits_and_then_fails_doubles_nothing(
+    postgres_lab: PostgresLab, then: str, size: int
+) -> None:
+    """It has begun another transaction, so only what became of the first one tells. Its neighbours stand."""
+    await postgres_lab.query("CREATE TABLE written (id text)")
+    runs: list[str] = []
+
+    async def handle(one: Message[Any], tx: Any) -> None:
+        runs.append(one.id)
+        await tx.execute("INSERT INTO written VALUES ($1)", one.id)
+        if len(runs) == size:
+            await tx.execute("COMMIT; BEGIN")
+            if then == "SELECT 1/0":
+                await tx.execute(then)
+            elif then == "40001":
+                await tx.execute("DO $$ BEGIN RAISE 'again' USING ERRCODE = '40001'; END $$")
+            raise ValueError("and then it failed")
+
+    async with await postgres_lab.inbox(retry=SOON, lane=lambda one: one.id) as inbox:
+        await inbox.accept([message(number) for number in range(3)])
+        claiming = Claiming(inbox.consumer, "me", 3, 3, 3.0, None, 300.0)
         async with inbox._settler.plain_unit() as unit:
-            begun = await unit.begin_turn(Claiming(inbox.consumer, "me", 1, 1, 3.0, None, 300.0))
-            rollback = unit.rollback
-
-            async def lose() -> None:
-                await rollback()
-                await postgres_lab.query("UPDATE onceward_lanes SET owner = 'another', claims = claims + 1")
-
-            unit.rollback = lose
-            turn = Turn(unit, "me", inbox._crew._settings, lanes=begun.lanes, most=1, given=failing, taken=begun.taken)
-            with pytest.raises(Again):
-                await turn.work()
-        record = await inbox.get_record(message(1))
-        assert record is not None
-        assert (record.state, record.attempts) == (State.ACCEPTED, 0)
-        assert await postgres_lab.query("SELECT owner, claims FROM onceward_lanes") == [("another", 2)]
+            begun = await unit.begin_turn(claiming)
+            turn = Turn(unit, "me", inbox._crew._settings, lanes=begun.lanes, most=1, given=handle, taken=begun.taken)
+            await turn.work()
+        first, culprit = runs[: size - 1], runs[size - 1]
+        await run_until(inbox, handle, 3 - size) if size < 3 else None
+        states = dict(await postgres_lab.query("SELECT message_id, state FROM onceward_records"))
+        assert {id_: states[id_] for id_ in first} == dict.fromkeys(first, "processed")
+        assert states[culprit] == "dead"
+        assert sorted(await postgres_lab.query("SELECT id FROM written")) == sorted({(id_,) for id_ in runs})
 
 
 # --- the next turn begins in the trip that ends the one before it ----------------------------------------------------

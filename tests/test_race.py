@@ -289,10 +289,11 @@ async def test_control_claim_and_read_in_one_statement_is_caught(postgres_lab: P
     assert "IF missing > 0 THEN" in closing, "onceward_close has changed: look for where it counts"
     await postgres_lab.query(closing.replace("IF missing > 0 THEN", "IF false THEN"))
     source = await source_of(postgres_lab, "onceward_take")
-    held = "PERFORM onceward_hold(by_owner, claimed);\n            turn := current_setting('onceward.turn');"
+    held = "turn tid[] := current_setting('onceward.turn');"
     assert held in source, "onceward_take has changed: look for which lanes it reads"
-    seen = "turn := ARRAY (SELECT l.ctid FROM onceward_lanes l WHERE l.lane = ANY (claimed));"
+    seen = "turn tid[] := ARRAY (SELECT l.ctid FROM onceward_lanes l WHERE l.lane = ANY (claimed));"
     reading = source.replace(held, seen).replace("onceward_take(", "onceward_read(")
+    reading = reading.replace("together boolean)", "together boolean, claimed uuid[])", 1)
     await postgres_lab.query(reading.replace("LANGUAGE plpgsql", "LANGUAGE plpgsql STABLE", 1))
     race = Race(postgres_lab, seed=1, control=True, mistake=MISTAKE)
     problems = await race.run(8, patience=3)

@@ -332,10 +332,6 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
     async def back_to_savepoint(self) -> None:
         """Undo what was written since. `tx` may be another one now. HandlerEndedTransaction: it is there no more."""
 
-    async def take_again(self, owner: str, taken: Taken) -> Taken:
-        """Undo the turn, and begin its transaction once more, with those lanes that are still ours; what was read of
-        them is still true. `tx` is another one now. HandlerEndedTransaction: it was there no more, or committed."""
-
     async def close_lanes(self, closing: TurnClosing, *, consumer: str, host: str) -> None:
         """In the turn's transaction: write down what it came to. HandlerEndedTransaction: a message is gone."""
 

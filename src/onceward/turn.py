@@ -1,11 +1,10 @@
 """A turn: messages of some lanes through one transaction.
 
 Read `Turn.work` first. It takes the lanes that are still its own, runs what may run, in order, writes down what became
-of each message and how each lane goes on, and commits. It is optimistic: without savepoints. When the first handler
-fails, the transaction is begun once more, and the turn goes on. When one fails after others ran, the turn is given up
-(`Again`) and done a second time, **careful**, with a savepoint before each message; and where the database refuses the
-whole of it, a third time, **alone**, with one message. So only a message that fails by itself burns an attempt, and its
-failure is written in the transaction that holds its lane.
+of each message and how each lane goes on, and commits. It is optimistic: without savepoints. When a handler fails after
+others ran, the turn is given up (`Again`) and done a second time, **careful**, with a savepoint before each message;
+and where the database refuses the whole of it, a third time, **alone**, with one message. So only a message that fails
+by itself burns an attempt, and its failure is written in the transaction that holds its lane.
 """
 
 from __future__ import annotations
@@ -119,7 +118,6 @@ class Turn:
         self._ahead = ahead
         self._taken = taken or Taken(frozenset(), ())
         self._has_begun = taken is not None
-        self._has_savepoint = False
         self._slots: list[Slot] = []
         self._ends: dict[bytes, LaneEnd] = {}
         """Of lanes in which nothing more runs in this turn."""
@@ -150,8 +148,7 @@ class Turn:
         try:
             runnable = await self._sort()
             if runnable:
-                if self.care >= Care.CAREFUL:
-                    await self._savepoint()
+                await unit.savepoint()
                 await (self._run_each(runnable) if self._bulk is None else self._run_bulk(self._bulk, runnable))
             await self._end()
         except _Written:
@@ -160,20 +157,6 @@ class Turn:
             for handler in self._using:
                 self._limits.leave(handler)
         return [slot for slot in self._slots if slot.outcome is not None]
-
-    async def _savepoint(self) -> None:
-        await self._unit.savepoint()
-        self._has_savepoint = True
-
-    async def _go_back(self) -> None:
-        """To the savepoint, or to the beginning of the turn: then its lanes have to be held once more."""
-        if self._has_savepoint:
-            await self._unit.back_to_savepoint()
-            return
-        taken = await self._unit.take_again(self._owner, self._taken)
-        if taken.lanes != self._taken.lanes:
-            raise Again
-        self._taken = taken
 
     @property
     def messages(self) -> int:
@@ -342,10 +325,10 @@ class Turn:
             try:
                 await self._run(slot)
                 if careful:
-                    await self._savepoint()  # it also tells whether the transaction is still alive
+                    await self._unit.savepoint()  # it also tells whether the transaction is still alive
             except BaseException as error:  # noqa: BLE001 - also cancellation: everything must be undone
                 await self._failed(slot, error, alone=alone or careful)
-                careful = True  # we are back where nothing was done
+                careful = True  # we are back at the savepoint, with nothing before it
                 continue
             alone = False
 
@@ -381,14 +364,14 @@ class Turn:
             raise StoreUnavailable(f"the connection was lost while the handler ran: {error}") from error
         if isinstance(error, HandlerEndedTransaction) or not unit.stands():
             await self._bury_ended(slot, error)
-        if unit.is_conflict(error):
-            raise Conflict from error
-        if isinstance(error, StoreUnavailable):
+        is_conflict = unit.is_conflict(error)
+        if isinstance(error, StoreUnavailable) and not is_conflict:
             raise error
-        if not alone:
-            raise Again from error
+        if is_conflict or not alone:  # all of it again, unless the handler has committed it
+            await self._bury_if_committed(slot, error)
+            raise (Conflict if is_conflict else Again) from error
         try:
-            await self._go_back()
+            await unit.back_to_savepoint()
         except HandlerEndedTransaction as ended:
             await self._bury_ended(slot, ended)
         slot.outcome = None
@@ -419,7 +402,7 @@ class Turn:
             if not part:
                 continue
             if not first:
-                await self._savepoint()
+                await self._unit.savepoint()
             first = False
             try:
                 await self._run_part(bulk, part, carefully=len(part) < len(slots) or self.care >= Care.CAREFUL)
@@ -448,7 +431,7 @@ class Turn:
             if not unit.stands() and not unit.lost:
                 raise HandlerEndedTransaction
             if carefully:
-                await self._savepoint()  # it also tells whether the transaction is still alive
+                await unit.savepoint()  # it also tells whether the transaction is still alive
         finally:
             leave(token)
         for slot in seen:
@@ -469,9 +452,10 @@ class Turn:
         if isinstance(error, HandlerEndedTransaction) or not unit.stands():
             await self._bury_ended(None, error, ran=part)
         if unit.is_conflict(error):
+            await self._bury_if_committed(None, error, ran=part)
             raise Conflict from error
         try:
-            await self._go_back()
+            await unit.back_to_savepoint()
         except HandlerEndedTransaction as ended:
             await self._bury_ended(None, ended, ran=part)
 
@@ -532,6 +516,12 @@ class Turn:
         self._forget()
         self._settle(slot, slot.fail(error, self._settings))
         await self._write_outside()
+
+    async def _bury_if_committed(self, culprit: Slot | None, error: BaseException, *, ran: Sequence[Slot] = ()) -> None:
+        """Where a handler has said COMMIT, and BEGIN, to do it all again would double what the others did."""
+        await self._unit.rollback()
+        if await finish(self._unit.stood(self._taken)):
+            await self._bury_ended(culprit, error, ran=ran)
 
     async def _bury_ended(self, culprit: Slot | None, error: BaseException, *, ran: Sequence[Slot] = ()) -> None:
         """A handler has ended the transaction. If it was with COMMIT, what ran before it stands; a person has to look

@@ -18,6 +18,8 @@ class PlanUnit(Generic[Tx]):
 
     _placed = False
     """There is a savepoint in the open transaction."""
+    _unused = False
+    """And nothing was done since."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class PlanUnit(Generic[Tx]):
 
     async def _start(self, plan: Plan[T]) -> T:
         """Begin a transaction with this plan; the caller ends it."""
-        self._placed = False
+        self._placed = self._unused = False
         return await run(plan, self._session.execute, first=self._first)
 
     def _first(self, statement: Statement) -> Coroutine[Any, Any, Result]:

@@ -411,15 +411,20 @@ WHERE owner = :owner::text AND ctid = ANY (ARRAY (
     SELECT s.ctid FROM onceward_lanes s
     WHERE s.lane = ANY (nullif(current_setting('onceward.suspect', true), '')::uuid[])))
 
+-- name: queue_open_claimed
+SELECT onceward_open(:owner::text)
+
+-- name: queue_open
+SELECT onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[])
+
+-- name: queue_savepoint
+SAVEPOINT onceward_turn
+
 -- name: queue_take
-SELECT * FROM onceward_take(:owner::text, string_to_array(:lanes::text, ',')::uuid[], :most::int)
+SELECT * FROM onceward_take(:most::int, :together::boolean)
 
 -- name: queue_hold
-SELECT uuid_send(lane) AS lane FROM unnest(onceward_hold(:owner::text, string_to_array(:lanes::text, ',')::uuid[])) lane
-
--- name: queue_take_again
-SELECT uuid_send(lane) AS lane, txid_current() AS xid, txid_status(:xid::bigint) AS status
-FROM unnest(onceward_hold(:owner::text, string_to_array(:lanes::text, ',')::uuid[])) lane
+SELECT uuid_send(lane) AS lane FROM unnest(onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[])) lane
 
 -- Said without parameters, in the trip of COMMIT: the procedure says what its arguments are.
 -- name: queue_close_at_commit

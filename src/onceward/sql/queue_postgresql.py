@@ -102,8 +102,8 @@ def _claiming(consumer: str, owner: str, most: int, lease: float, share: Share |
 
 
 def take_claimed(dialect: Dialect, wanted: Claiming, marks: Marks) -> Plan[Begun]:
-    """What was claimed so."""
-    rows = (yield dialect("queue_take", {"owner": wanted.owner, "lanes": None, "most": wanted.most})).rows
+    """What was claimed so, and opened with BEGIN."""
+    rows = (yield dialect("queue_take", {"most": wanted.most, "together": True})).rows
     taken = _taken([row for row in rows if row["claims"] == 1])
     begun = Begun(list(taken.lanes), [row["lane_id"] for row in rows if row["claims"] > 1], taken)
     first_due, hints = (rows[0]["first_due"], rows[0]["hints"]) if rows else (None, None)
@@ -115,19 +115,11 @@ def release_claimed(dialect: Dialect, owner: str) -> Plan[None]:
     yield dialect("queue_release_claimed", {"owner": owner})
 
 
-def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int) -> Plan[Taken]:
-    result = yield dialect("queue_take", _owned(owner, lanes) | {"most": most})
+def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int, *, opened: bool) -> Plan[Taken]:
+    if not opened:
+        yield dialect("queue_open", _owned(owner, lanes))
+    result = yield dialect("queue_take", {"most": most, "together": False})
     return _taken(result.rows)
-
-
-def take_again(dialect: Dialect, owner: str, taken: Taken) -> Plan[Taken | None]:
-    """None: it was committed."""
-    params = _owned(owner, tuple(taken.lanes)) | {"xid": int(taken.xid or 0)}
-    rows = (yield dialect("queue_take_again", params)).rows
-    if rows and rows[0]["status"] == "committed":
-        return None
-    held, xid = frozenset([bytes(row["lane"]) for row in rows]), str(rows[0]["xid"]) if rows else None
-    return msgspec.structs.replace(taken, lanes=held, xid=xid)
 
 
 def _taken(rows: Sequence[Mapping[str, Any]]) -> Taken:
@@ -146,6 +138,13 @@ def stood(dialect: Dialect, xid: str) -> Plan[bool | None]:
 def hold_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Plan[frozenset[bytes]]:
     result = yield dialect("queue_hold", _owned(owner, lanes))
     return frozenset(bytes(row["lane"]) for row in result.rows)
+
+
+def opening(dialect: Dialect, owner: str, lanes: Sequence[bytes] | None = None) -> list[Statement]:
+    """To be said with BEGIN: the lock of the lanes, or of what was just claimed, and the savepoint of the turn."""
+    if lanes is None:
+        return [dialect("queue_open_claimed", {"owner": owner}), dialect("queue_savepoint")]
+    return [dialect("queue_open", _owned(owner, lanes)), dialect("queue_savepoint")]
 
 
 def closing(dialect: Dialect, closing: TurnClosing, consumer: str, host: str) -> Statement:

@@ -202,11 +202,6 @@ def hold_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Plan[fro
     return frozenset(row["lane"] for row in result.rows)
 
 
-def take_again(dialect: Dialect, owner: str, taken: Taken) -> Plan[Taken]:
-    held = yield from hold_lanes(dialect, owner, tuple(taken.lanes))
-    return msgspec.structs.replace(taken, lanes=held)
-
-
 def close_lanes(dialect: Dialect, closing: TurnClosing, consumer: str, host: str) -> Plan[None]:
     done, failed = closing.done, closing.failed
     tracks = yield from _gone(dialect, [*(one.seq for one in done), *(one.seq for one in failed if one.dead)])

@@ -50,10 +50,15 @@ class QueueVerbs(PlanUnit[Tx]):
     async def take_lanes(
         self, owner: str, lanes: Sequence[bytes], *, most: int, idle_limit: float | None = None
     ) -> Taken:
-        if self._dialect.sets:
-            session: Any = self._session
-            session.idle_limit = idle_limit
-        return await self._start(self._queue.take_lanes(self._dialect, owner, lanes, most))
+        session: Any = self._session
+        if not self._dialect.sets:
+            return await self._start(self._queue.take_lanes(self._dialect, owner, lanes, most))
+        session.idle_limit = idle_limit
+        if self._begin is not None or not self._rides():
+            return await self._start(self._queue.take_lanes(self._dialect, owner, lanes, most, opened=False))
+        # The savepoint that a turn begins with comes after the lock, or it would be given back with it.
+        session.opening = self._queue.opening(self._dialect, owner, lanes)
+        return await self._opened(self._queue.take_lanes(self._dialect, owner, lanes, most, opened=True))
 
     async def begin_turn(self, claiming: Claiming, *, apart: bool = False) -> Begun:
         if apart or self._begin is not None or not self._rides():
@@ -64,16 +69,17 @@ class QueueVerbs(PlanUnit[Tx]):
             return Begun(sound, [claim.lane for claim in claims if claim.claims > 1])
         plan = self._plan_turn(claiming)
         try:
-            return await self._unless_empty(await self._start(plan))
+            return await self._unless_empty(await self._opened(plan))
         except Exception:
             await self._give_up_claim(claiming.owner)
             raise
 
     def _plan_turn(self, claiming: Claiming) -> Plan[Begun]:
-        """The claim rides with the next BEGIN; what is left to do is this."""
+        """The claim and the opening ride with the next BEGIN; what is left to do is this."""
         session: Any = self._session
         marks = self._driver.marks  # type: ignore[attr-defined]
         session.claiming = self._queue.claiming(self._dialect, claiming, marks)
+        session.opening = self._queue.opening(self._dialect, claiming.owner)
         session.idle_limit = claiming.idle_limit
         plan: Plan[Begun] = self._queue.take_claimed(self._dialect, claiming, marks)
         return plan
@@ -91,6 +97,12 @@ class QueueVerbs(PlanUnit[Tx]):
     def to_its_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         return self._session.to_its_end(work)
 
+    async def _opened(self, plan: Plan[T]) -> T:
+        """Begin a turn whose savepoint was made with BEGIN."""
+        value = await self._start(plan)
+        self._placed = self._unused = True
+        return value
+
     async def hold_lanes(self, owner: str, lanes: Sequence[bytes]) -> frozenset[bytes]:
         return await self._start(self._queue.hold_lanes(self._dialect, owner, lanes))
 
@@ -106,6 +118,9 @@ class QueueVerbs(PlanUnit[Tx]):
         return await self._at_once(self._queue.stood(self._dialect, taken.xid))
 
     async def savepoint(self) -> None:
+        if self._unused:
+            self._unused = False
+            return
         await self._session.flush()
         # Released first: a thousand savepoints, one in the other, are slow everywhere.
         await self._session.script(("RELEASE onceward_turn;\n" if self._placed else "") + "SAVEPOINT onceward_turn;")
@@ -116,16 +131,6 @@ class QueueVerbs(PlanUnit[Tx]):
         if not self._session.stands():
             raise HandlerEndedTransaction
         await self._session.script("ROLLBACK TO onceward_turn;")
-
-    async def take_again(self, owner: str, taken: Taken) -> Taken:
-        if await self._session.ended():
-            raise HandlerEndedTransaction
-        await self._session.forget()
-        await self.rollback()
-        again: Taken | None = await self._start(self._queue.take_again(self._dialect, owner, taken))
-        if again is None:
-            raise HandlerEndedTransaction
-        return again
 
     async def close_lanes(self, closing: TurnClosing, *, consumer: str, host: str) -> None:
         await self._say(self._queue.close_lanes(self._dialect, closing, consumer, host))
@@ -142,7 +147,7 @@ class QueueVerbs(PlanUnit[Tx]):
         if then is None or not self.goes_on:
             await self.commit()
             return None
-        plan, self._placed = self._plan_turn(then), False
+        plan = self._plan_turn(then)
         try:
             await self.commit()
         except OncewardError:
@@ -154,6 +159,7 @@ class QueueVerbs(PlanUnit[Tx]):
             return None
         try:
             begun = await self._say(plan)
+            self._placed = self._unused = True
             return await self._unless_empty(begun)
         except Exception:  # noqa: BLE001 - what was committed stands; who begins the next turn will hear of it
             await self._give_up_claim(then.owner)

@@ -117,13 +117,15 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
 
     claiming: Statement | None = None
     """A transaction of its own, said before the next BEGIN in the same trip. COMMIT goes on with it at once."""
+    opening: Sequence[Statement] = ()
+    """What else is said in the trip of the next BEGIN; its rows are not wanted."""
     _riding = _released = ""
 
     idle_limit: float | None = None
     """Seconds that a transaction may be silent: then the server ends it, and whoever froze in it holds nobody up."""
 
     async def begin(self, first: Statement | None = None) -> Result:
-        claiming = self._take_riding()
+        claiming, opening = self._take_riding()
         if self.gone:
             raise StoreUnavailable("the connection to PostgreSQL was closed")
         self._start(_new_token())
@@ -131,17 +133,18 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
             await self._settings()
         trip = self._beginning(self._token)
         if first is None:
-            await self._say_begin(trip, claiming)
+            await self._say_begin(trip, claiming, opening)
             return Result((), 0)
         if gives_rows(first.sql):
-            await self._say_begin(trip, claiming)
+            await self._say_begin(trip, claiming, opening)
             return await self.execute(first)
-        return Result((), count(await self._say_begin(trip, claiming, first)))
+        return Result((), count(await self._say_begin(trip, claiming, [*opening, first])))
 
-    def _take_riding(self) -> Statement | None:
+    def _take_riding(self) -> tuple[Statement | None, Sequence[Statement]]:
         """Whatever becomes of the trip, it is not said again."""
-        claiming, self.claiming, self._riding, self._released = self.claiming, None, "", ""
-        return claiming
+        claiming, opening = self.claiming, self.opening
+        self.claiming, self.opening, self._riding, self._released = None, (), "", ""
+        return claiming, opening
 
     def _start(self, token: str) -> None:
         self._token = token
@@ -154,15 +157,15 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         limit = int(self.idle_limit * 1000)  # what is set for the role or the database stays, where it is stricter
         return f"{begin}; SET LOCAL idle_in_transaction_session_timeout = {min(limit, known.idle_limit or limit)}"
 
-    async def _say_begin(self, begin: str, claiming: Statement | None, first: Statement | None = None) -> str:
+    async def _say_begin(self, begin: str, claiming: Statement | None, opening: Sequence[Statement]) -> str:
         """BEGIN and all that rides with it; the tag of the last. As EXECUTE of a prepared statement it costs the server
         half as much."""
-        prepared, riding = self._known.prepared, [one for one in (claiming, first) if one is not None]
+        prepared, riding = self._known.prepared, opening if claiming is None else [claiming, *opening]
         if prepared is None:
-            return await self._say(_trip(begin, claiming, first, inlined))
+            return await self._say(_trip(begin, claiming, opening, inlined))
         await self._prepare_all(riding, prepared)
         try:
-            return await self._send(_trip(begin, claiming, first, executing))
+            return await self._send(_trip(begin, claiming, opening, executing))
         except Exception as error:  # noqa: BLE001 - told apart there
             if getattr(error, "sqlstate", None) != _NO_STATEMENT:
                 self._raise(error)
@@ -170,7 +173,7 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         await self._say("ROLLBACK")
         prepared.clear()
         await self._prepare_all(riding, prepared)
-        return await self._say(_trip(begin, claiming, first, executing))
+        return await self._say(_trip(begin, claiming, opening, executing))
 
     async def _prepare_all(self, statements: Sequence[Statement], prepared: set[str]) -> None:
         for statement in statements:
@@ -253,7 +256,7 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         return not result.rows[0]["stands"]
 
     def _token_stands(self) -> str:
-        return f"current_setting('onceward.token', true) IS NOT DISTINCT FROM '{self._token}'"
+        return f"coalesce(current_setting('onceward.token', true), '') = '{self._token}'"
 
     def commit(self) -> Awaitable[None]:
         trip, token = self._last_trip()
@@ -295,15 +298,15 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
     def _last_trip(self) -> tuple[str, str]:
         """What is said to end the transaction; and where the next turn begins with it, its token."""
         # 1/0 stops the trip before COMMIT when this is not the transaction that we began.
-        check = self._riding or f"SELECT 1 / pg_catalog.int4({self._token_stands()})"
+        check = self._riding or f"SELECT 1 / CASE WHEN {self._token_stands()} THEN 1 ELSE 0 END"
         if self._guard is not None:
             self._remember(self._guard)
         trip = f"{self._released}{check}; {self._ending() if self._used or self._known.is_lent else 'COMMIT'}"
-        claiming = self._take_riding()
+        claiming, opening = self._take_riding()
         if claiming is None:
             return trip, ""
         token, told = _new_token(), inlined if self._known.prepared is None else executing
-        return f"{trip}; {_trip(self._beginning(token), claiming, None, told)}", token
+        return f"{trip}; {_trip(self._beginning(token), claiming, opening, told)}", token
 
     async def _commit(self, trip: str, token: str) -> None:
         try:
@@ -553,10 +556,14 @@ def _new_token() -> str:
     return f"{_TOKENS}{next(_numbers)}"
 
 
-def _trip(begin: str, claiming: Statement | None, first: Statement | None, told: Callable[[Statement], str]) -> str:
+def _trip(
+    begin: str, claiming: Statement | None, opening: Sequence[Statement], told: Callable[[Statement], str]
+) -> str:
     if claiming is not None:
         begin = f"BEGIN ISOLATION LEVEL READ COMMITTED; {told(claiming)}; COMMIT; {begin}"
-    return begin if first is None else f"{begin}; {told(first)}"
+    for statement in opening:
+        begin += f"; {told(statement)}"
+    return begin
 
 
 def executing(statement: Statement) -> str:

@@ -276,7 +276,7 @@ CREATE FUNCTION onceward_accept(of_consumer text, on_host text, lines json, of_l
 -- and then, and when there is nothing: for lanes that were committed late. And where it wants one lane, of many that are
 -- due, it is told the places of the next ones (`hints`), and need not look at all for a while.
 --
--- What was claimed is remembered in the session too, for those who begin their turn in the same trip (onceward_take):
+-- What was claimed is remembered in the session too, for those who begin their turn in the same trip (onceward_open):
 -- lanes by their places, apart from those whose last worker died, which have turns of their own.
 CREATE FUNCTION onceward_claim(
         of_consumer text, by_owner text, most integer, lease float8, since timestamptz, shares bigint, number bigint,
@@ -402,9 +402,9 @@ CREATE FUNCTION onceward_unmet(of_consumer text, of_tenant text, depends_on json
         ORDER BY n.nth LIMIT 1;
     END $$;
 
--- Hold the lanes that are still ours. Which they are is remembered until the end of the transaction, by their places,
--- which nobody can change now.
-CREATE FUNCTION onceward_hold(by_owner text, claimed uuid[]) RETURNS uuid[]
+-- Begin a turn: hold the lanes that are still ours. Which they are is remembered until the end of the transaction, by
+-- their places, which nobody can change now. Without `claimed` they are those that were just claimed for this turn.
+CREATE FUNCTION onceward_open(by_owner text, claimed uuid[] DEFAULT NULL) RETURNS uuid[]
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
@@ -416,20 +416,26 @@ CREATE FUNCTION onceward_hold(by_owner text, claimed uuid[]) RETURNS uuid[]
         places tid[];
         held uuid[];
     BEGIN
-        SELECT array_agg(place), array_agg(lane) INTO places, held FROM (
-            SELECT ctid AS place, lane FROM onceward_lanes WHERE lane = ANY (claimed) AND owner = by_owner
-            ORDER BY lane FOR NO KEY UPDATE) ours;
+        IF claimed IS NULL THEN
+            SELECT array_agg(place), array_agg(lane) INTO places, held FROM (
+                SELECT ctid AS place, lane FROM onceward_lanes
+                WHERE ctid = ANY (current_setting('onceward.claimed')::tid[]) AND owner = by_owner
+                FOR NO KEY UPDATE) ours;
+        ELSE
+            SELECT array_agg(place), array_agg(lane) INTO places, held FROM (
+                SELECT ctid AS place, lane FROM onceward_lanes WHERE lane = ANY (claimed) AND owner = by_owner
+                ORDER BY lane FOR NO KEY UPDATE) ours;
+        END IF;
         PERFORM set_config('onceward.turn', coalesce(places::text, '{}'), true);
         RETURN held;
     END $$;
 
--- Begin a turn: hold the lanes that are still ours, and read what they have: up to `most` messages of each of the
--- `claimed`; or, of those that were just claimed for this turn (NULL), about so many in all. The reading is a statement of
--- its own, after the lock: in the same one it would be as of before the lock.
+-- Read what the lanes of the turn have, up to `most` messages of each, or about so many in all (`together`). It is a
+-- statement of its own, after onceward_open: in one statement the reading would be as of before the lock.
 --
 -- A row for each message, in the order in which they may run; one for a lane without messages; one for a lane that was
 -- claimed for this turn and has to have its own (`claims`). What is the same for all is said in the first.
-CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
+CREATE FUNCTION onceward_take(most integer, together boolean)
     RETURNS TABLE (
         lane_id bytea, claims integer, first_due timestamptz, hints text, xid bigint, now timestamptz,
         seq bigint, rank bigint, track text, due timestamptz, behind boolean, unmet text, record_place text,
@@ -448,11 +454,10 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
     AS $$
     #variable_conflict use_column
     DECLARE
-        turn tid[];
-        place tid;
+        turn tid[] := current_setting('onceward.turn');
         first timestamptz;
         hints_left text;
-        lone uuid;           -- the only lane; with a seq it is a message without one
+        lone uuid;           -- the only lane, when it is a message without one
         lone_seq bigint;
         lone_record tid;
         told boolean := false;
@@ -466,26 +471,16 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
         has_aside boolean := false;   -- something that comes next in a track is
         more bigint;         -- lanes in which there is another message after these
     BEGIN
-        IF claimed IS NOT NULL THEN
-            PERFORM onceward_hold(by_owner, claimed);
-            turn := current_setting('onceward.turn');
-        ELSE
-            turn := current_setting('onceward.claimed');
-            IF cardinality(turn) = 1 THEN   -- as below, without arrays
-                SELECT ctid, lane, seq, record::tid INTO place, lone, lone_seq, lone_record FROM onceward_lanes
-                WHERE ctid = turn[1] AND owner = by_owner
-                FOR NO KEY UPDATE;
-                turn := array_remove(ARRAY[place], NULL);
-            ELSE
-                turn := ARRAY (
-                    SELECT ctid FROM onceward_lanes WHERE ctid = ANY (turn) AND owner = by_owner FOR NO KEY UPDATE);
-            END IF;
+        IF together THEN
             most := greatest(1, most / greatest(1, cardinality(turn)));
             first := nullif(current_setting('onceward.first_due'), '');
             hints_left := nullif(current_setting('onceward.hints'), '');
-            PERFORM set_config('onceward.turn', turn::text, true);
         END IF;
-        IF lone_seq IS NOT NULL THEN
+        IF cardinality(turn) = 1 THEN
+            SELECT l.lane, l.seq, l.record::tid INTO lone, lone_seq, lone_record
+            FROM onceward_lanes l WHERE l.ctid = turn[1] AND l.seq IS NOT NULL;
+        END IF;
+        IF lone IS NOT NULL THEN   -- as below, without arrays
             RETURN QUERY
             SELECT
                 uuid_send(lone), 1, first, hints_left, txid_current(), clock_timestamp(),
@@ -567,7 +562,7 @@ CREATE FUNCTION onceward_take(by_owner text, claimed uuid[], most integer)
                 WHERE c.identity = ANY (ARRAY[coalesce(p.identity, h.lane)])
                 LIMIT 1) r ON true;
         END IF;
-        IF claimed IS NULL AND current_setting('onceward.suspect') <> '{}' THEN
+        IF together AND current_setting('onceward.suspect') <> '{}' THEN
             RETURN QUERY
             SELECT uuid_send(lane), 2, first, hints_left, NULL::bigint, clock_timestamp(),
                    NULL::bigint, NULL::bigint, NULL, NULL::timestamptz, false, NULL, NULL, NULL,

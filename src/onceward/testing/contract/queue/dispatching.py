@@ -541,8 +541,14 @@ class DispatchContract:
         assert exits == 4
         assert await lab.effects() == []
 
-    async def test_a_failure_is_known_before_the_lane_is_free(self, lab: Lab) -> None:
-        """Rule 2 in stored mode: of two workers, none gets the second message while the first one fails."""
+    @pytest.mark.parametrize("outlasts", [False, True])
+    async def test_a_failure_is_known_before_the_lane_is_free(
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch, outlasts: bool
+    ) -> None:
+        """Rule 2 in stored mode: of two workers, none gets the second message while the first one fails; also not when
+        its turn lasts longer than its claim."""
+        if outlasts:
+            monkeypatch.setattr("onceward.crew.CLAIM_LEASE", 0.1)
         one, two = await lab.inbox(retry=LATER), await lab.inbox(retry=LATER)
         gate, other = Gate(lab), Recorder(lab)
         await one.accept([at(lab, "a1"), at(lab, "a2")])
@@ -553,6 +559,7 @@ class DispatchContract:
 
         first = asyncio.ensure_future(one.dispatch(failing))
         await gate.started.wait()
+        await asyncio.sleep(0.3 if outlasts else 0)
         if lab.store().features.concurrent_units:
             assert await two.dispatch(other) is None
         gate.go.set()
