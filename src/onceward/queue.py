@@ -163,6 +163,8 @@ class Taken(msgspec.Struct, frozen=True):
     """In the order in which they may run, lane by lane."""
     xid: str | None = None
     """The transaction, where the database can tell later what became of it."""
+    recordless: frozenset[bytes] = frozenset()
+    """Lanes whose next message has no record: somebody has deleted it."""
 
 
 Share = tuple[int, int]

@@ -9,6 +9,7 @@ by itself burns an attempt, and its failure is written in the transaction that h
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -40,12 +41,20 @@ from onceward.shield import finish
 from onceward.slot import Settings, Slot, awaited, told_apart
 from onceward.store import Conflict
 
+NO_RECORD_PAUSE = 30.0
+"""Seconds that a lane waits whose next message has no record. The other lanes go on."""
 NO_HANDLER_PAUSE = 30.0
 """Seconds that a lane waits whose message has no handler here: another version of the service may have one."""
 LONG_TURN = 1.0
 """Seconds after which a turn begins no more messages: others may have the rest."""
 CROWDED_PAUSE = 0.02
 """Seconds that a lane waits whose handler already runs as often as it may."""
+
+
+RECORDLESS = (
+    "a message in the queue has no record: somebody has deleted it. Its lane waits. Delete the message from "
+    "onceward_pending and its lane from onceward_lanes too, where it is the last one."
+)
 
 
 class Care(IntEnum):
@@ -168,6 +177,9 @@ class Turn:
     async def _sort(self) -> list[Slot]:
         """What may run. Anything else is judged only as the first of its lane, when it is known how what comes before
         it has ended: until then it waits for another turn, with all that is behind it."""
+        for lane in self._taken.recordless:
+            self._ends[lane] = LaneEnd(lane.hex(), Then.LATER, NO_RECORD_PAUSE)
+            warnings.warn(RECORDLESS, RuntimeWarning, stacklevel=2)
         runnable: list[Slot] = []
         begun: set[bytes] = set()
         left: set[bytes] = set()

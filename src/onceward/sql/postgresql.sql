@@ -423,6 +423,10 @@ SAVEPOINT onceward_turn
 -- name: queue_take
 SELECT * FROM onceward_take(:most::int, :together::boolean)
 
+-- Whether a record that is not there may just be hidden from this role.
+-- name: queue_records_hidden
+SELECT row_security_active('onceward_records'::regclass::oid) AS hidden
+
 -- name: queue_hold
 SELECT uuid_send(lane) AS lane FROM unnest(onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[])) lane
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from onceward.errors import UsageError
 from onceward.identity import Identity, digest
 from onceward.queue import (
     Begun,
@@ -17,6 +18,7 @@ from onceward.queue import (
     Kept,
     KeptLine,
     LaneClaim,
+    Queued,
     QueueLine,
     Share,
     Taken,
@@ -104,7 +106,7 @@ def _claiming(consumer: str, owner: str, most: int, lease: float, share: Share |
 def take_claimed(dialect: Dialect, wanted: Claiming, marks: Marks) -> Plan[Begun]:
     """What was claimed so, and opened with BEGIN."""
     rows = (yield dialect("queue_take", {"most": wanted.most, "together": True})).rows
-    taken = _taken([row for row in rows if row["claims"] == 1])
+    taken = yield from _taken(dialect, [row for row in rows if row["claims"] == 1])
     begun = Begun(list(taken.lanes), [row["lane_id"] for row in rows if row["claims"] > 1], taken)
     first_due, hints = (rows[0]["first_due"], rows[0]["hints"]) if rows else (None, None)
     marks[wanted.consumer, wanted.share].found(first_due, hints, all_that_was_asked=len(begun.claimed) == wanted.lanes)
@@ -119,14 +121,32 @@ def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int, 
     if not opened:
         yield dialect("queue_open", _owned(owner, lanes))
     result = yield dialect("queue_take", {"most": most, "together": False})
-    return _taken(result.rows)
+    return (yield from _taken(dialect, result.rows))
 
 
-def _taken(rows: Sequence[Mapping[str, Any]]) -> Taken:
+def _taken(dialect: Dialect, rows: Sequence[Mapping[str, Any]]) -> Plan[Taken]:
     if not rows:
         return Taken(frozenset(), ())
-    held, now = frozenset([row["lane_id"] for row in rows]), rows[0]["now"]
-    return Taken(held, tuple([queued_of(row, now) for row in rows if row["seq"] is not None]), str(rows[0]["xid"]))
+    held, now, xid = frozenset([row["lane_id"] for row in rows]), rows[0]["now"], str(rows[0]["xid"])
+    found = [row for row in rows if row["seq"] is not None]
+    if None not in [row["type"] for row in found]:  # as nearly always
+        return Taken(held, tuple([queued_of(row, now) for row in found]), xid)
+    if (yield dialect("queue_records_hidden")).rows[0]["hidden"]:
+        raise UsageError(
+            "a message in the queue has no record that this role can see. Workers must see the records of all tenants; "
+            "see docs/stored.md about row-level security."
+        )
+    messages: list[Queued] = []
+    begun: set[bytes] = set()
+    recordless: set[bytes] = set()
+    for row in found:  # what comes after one that cannot be read waits with it
+        lane = row["lane_id"]
+        if row["type"] is None:
+            recordless.add(lane)
+        elif lane not in recordless:
+            begun.add(lane)
+            messages.append(queued_of(row, now))
+    return Taken(held, tuple(messages), xid, frozenset(recordless - begun))
 
 
 def stood(dialect: Dialect, xid: str) -> Plan[bool | None]:

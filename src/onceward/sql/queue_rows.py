@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from onceward.errors import UsageError
 from onceward.identity import Identity
 from onceward.message import Position, restored
 from onceward.queue import Queued, QueueLine, Unmet
@@ -96,11 +95,6 @@ def queued_of(row: Mapping[str, Any], now: datetime) -> Queued:
         scope, key, message_id, type_, source, topic, origin, attempts, started, payload, body, headers, received_at,
         occurred_at, stream, position, depends_on,
     ) = row.values()  # fmt: skip
-    if type_ is None:
-        raise UsageError(
-            "a message in the queue has no record that this role can see. Workers must see the records of all tenants; "
-            "see docs/stored.md about row-level security. Or somebody deleted the record."
-        )
     message = restored(
         message_id, type_, None if payload is None else _decode(payload), source, topic, tenant,
         None if headers is None else _decode(headers), None if occurred_at is None else moment_of(occurred_at), stream,
