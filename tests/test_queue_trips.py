@@ -287,11 +287,31 @@ async def test_a_handler_that_commits_and_then_fails_doubles_nothing(
             turn = Turn(unit, "me", inbox._crew._settings, lanes=begun.lanes, most=1, given=handle, taken=begun.taken)
             await turn.work()
         first, culprit = runs[: size - 1], runs[size - 1]
-        await run_until(inbox, handle, 3 - size) if size < 3 else None
+        if size < 3:
+            await run_until(inbox, handle, 3 - size)
         states = dict(await postgres_lab.query("SELECT message_id, state FROM onceward_records"))
         assert {id_: states[id_] for id_ in first} == dict.fromkeys(first, "processed")
         assert states[culprit] == "dead"
         assert sorted(await postgres_lab.query("SELECT id FROM written")) == sorted({(id_,) for id_ in runs})
+
+
+async def test_a_bulk_handler_that_commits_and_meets_a_conflict_doubles_nothing(postgres_lab: PostgresLab) -> None:
+    """All of it is committed, and nobody can say whose fault it was: a person has to look at each."""
+    await postgres_lab.query("CREATE TABLE written (id text)")
+    stop = asyncio.Event()
+
+    async def handle(messages: list[Message[Any]], tx: Any) -> None:
+        stop.set()
+        for one in messages:
+            await tx.execute("INSERT INTO written VALUES ($1)", one.id)
+        await tx.execute("COMMIT; BEGIN")
+        await tx.execute("DO $$ BEGIN RAISE 'again' USING ERRCODE = '40001'; END $$")
+
+    async with await postgres_lab.inbox(retry=SOON) as inbox:
+        await inbox.accept(message(1))
+        await asyncio.wait_for(inbox.run(bulk=handle, stop=stop), 20)
+        assert await postgres_lab.query("SELECT state FROM onceward_records") == [("dead",)]
+        assert await postgres_lab.query("SELECT count(*) FROM written") == [(1,)]
 
 
 # --- the next turn begins in the trip that ends the one before it ----------------------------------------------------

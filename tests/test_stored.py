@@ -370,10 +370,10 @@ async def test_a_record_that_somebody_deleted_holds_up_its_own_lane_only(
     """Workers must not end for it, nor others wait. (Where it may just be hidden from them, by row-level security, they
     say so and leave its lane to others: tests/test_rights.py.)"""
     inbox, handler = await postgres_lab.inbox(), Recorder(postgres_lab)
-    await inbox.accept([postgres_lab.message("gone"), postgres_lab.message("after")], lane=lane)
+    await inbox.accept([postgres_lab.message(id_) for id_ in ("before", "gone", "after")], lane=lane)
     await inbox.accept([postgres_lab.message(f"other {number}") for number in range(3)])
     await postgres_lab.query("DELETE FROM onceward_records WHERE message_id = 'gone'")
-    stop, expected = asyncio.Event(), {"other 0", "other 1", "other 2"} | (set() if lane else {"after"})
+    stop, expected = asyncio.Event(), {"before", "other 0", "other 1", "other 2"} | (set() if lane else {"after"})
 
     async def handle(message: Message[Any], tx: Any) -> None:
         await handler(message, tx)

@@ -1,10 +1,10 @@
 """A turn: messages of some lanes through one transaction.
 
 Read `Turn.work` first. It takes the lanes that are still its own, runs what may run, in order, writes down what became
-of each message and how each lane goes on, and commits. It is optimistic: without savepoints. When a handler fails after
-others ran, the turn is given up (`Again`) and done a second time, **careful**, with a savepoint before each message;
-and where the database refuses the whole of it, a third time, **alone**, with one message. So only a message that fails
-by itself burns an attempt, and its failure is written in the transaction that holds its lane.
+of each message and how each lane goes on, and commits. It is optimistic: with one savepoint, at its beginning. When a
+handler fails after others ran, the turn is given up (`Again`) and done a second time, **careful**, with a savepoint
+before each message; and where the database refuses the whole of it, a third time, **alone**, with one message. So only
+a message that fails by itself burns an attempt, and its failure is written in the transaction that holds its lane.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ LONG_TURN = 1.0
 """Seconds after which a turn begins no more messages: others may have the rest."""
 CROWDED_PAUSE = 0.02
 """Seconds that a lane waits whose handler already runs as often as it may."""
-
 
 RECORDLESS = (
     "a message in the queue has no record: somebody has deleted it. Its lane waits. Delete the message from "
@@ -154,6 +153,7 @@ class Turn:
             await unit.rollback()
             return []
         self.full = max(Counter(queued.lane for queued in self._taken.messages).values(), default=0) >= self._most
+        self._put_off_recordless()
         try:
             runnable = await self._sort()
             if runnable:
@@ -174,12 +174,15 @@ class Turn:
 
     # --- what may run ---------------------------------------------------------------------------------------
 
-    async def _sort(self) -> list[Slot]:
-        """What may run. Anything else is judged only as the first of its lane, when it is known how what comes before
-        it has ended: until then it waits for another turn, with all that is behind it."""
+    def _put_off_recordless(self) -> None:
+        """Nobody can run what they hold, and it is not ours to throw away."""
         for lane in self._taken.recordless:
             self._ends[lane] = LaneEnd(lane.hex(), Then.LATER, NO_RECORD_PAUSE)
             warnings.warn(RECORDLESS, RuntimeWarning, stacklevel=2)
+
+    async def _sort(self) -> list[Slot]:
+        """What may run. Anything else is judged only as the first of its lane, when it is known how what comes before
+        it has ended: until then it waits for another turn, with all that is behind it."""
         runnable: list[Slot] = []
         begun: set[bytes] = set()
         left: set[bytes] = set()

@@ -57,7 +57,7 @@ def acquire(pool: Any, wait: float) -> Awaitable[Any]:
 @cache
 def riding(connection_class: Any) -> Any:
     """A pool resets a connection that comes back, with a trip of its own. In a pool of ours it rides with COMMIT."""
-    is_plain = _IS_KNOWN and all(getattr(connection_class, name) is _INSIDE[name] for name in _INSIDE)
+    is_plain = _IS_KNOWN and all(getattr(connection_class, name) is _OWN_VERBS[name] for name in _OWN_VERBS)
 
     class Riding(connection_class):  # type: ignore[misc]
         is_reset = False
@@ -103,12 +103,14 @@ def riding(connection_class: Any) -> Any:
 
 KNOWN = ((0, 30), (0, 32))
 """The first and the last version of asyncpg that `Riding.execute` was compared with. With others it does as they do."""
-_INSIDE = {name: getattr(asyncpg.Connection, name) for name in ("execute", "_execute", "_do_execute", "_get_statement")}
-"""Where a class of the user has others, or somebody has put something around them to watch, they are called."""
-_EXECUTE = _INSIDE["execute"]
+_OWN_VERBS = {
+    name: getattr(asyncpg.Connection, name) for name in ("execute", "_execute", "_do_execute", "_get_statement")
+}
+"""Of asyncpg. Where a class of the user has others, or somebody has put something around them, those are called."""
+_EXECUTE = _OWN_VERBS["execute"]
 _IS_KNOWN = KNOWN[0] <= tuple(map(int, re.findall(r"\d+", asyncpg.__version__)[:2])) <= KNOWN[1] and all(
     type(one) is FunctionType and one.__module__ == "asyncpg.connection" and not hasattr(one, "__wrapped__")
-    for one in _INSIDE.values()
+    for one in _OWN_VERBS.values()
 )
 
 
