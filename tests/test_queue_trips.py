@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ import asyncpg
 import pytest
 
 from onceward import Inbox, Message, Outcome, RetryPolicy, State
+from onceward.handlers import bulk_handler_of
 from onceward.queue import Claiming
 from onceward.sql import queue_postgresql
 from onceward.sql.drivers.asyncpg import AsyncpgSession
@@ -298,20 +300,51 @@ async def test_a_handler_that_commits_and_then_fails_doubles_nothing(
 async def test_a_bulk_handler_that_commits_and_meets_a_conflict_doubles_nothing(postgres_lab: PostgresLab) -> None:
     """All of it is committed, and nobody can say whose fault it was: a person has to look at each."""
     await postgres_lab.query("CREATE TABLE written (id text)")
-    stop = asyncio.Event()
 
     async def handle(messages: list[Message[Any]], tx: Any) -> None:
-        stop.set()
         for one in messages:
             await tx.execute("INSERT INTO written VALUES ($1)", one.id)
         await tx.execute("COMMIT; BEGIN")
         await tx.execute("DO $$ BEGIN RAISE 'again' USING ERRCODE = '40001'; END $$")
 
     async with await postgres_lab.inbox(retry=SOON) as inbox:
+        await inbox.accept([message(number) for number in range(3)])
+        async with inbox._settler.plain_unit() as unit:
+            begun = await unit.begin_turn(Claiming(inbox.consumer, "me", 3, 3, 3.0, None, 300.0))
+            bulk = bulk_handler_of(handle)
+            turn = Turn(unit, "me", inbox._crew._settings, lanes=begun.lanes, most=1, bulk=bulk, taken=begun.taken)
+            await turn.work()
+        assert await postgres_lab.query("SELECT state FROM onceward_records") == [("dead",)] * 3
+        assert await postgres_lab.query("SELECT count(*) FROM written") == [(3,)]
+
+
+async def test_what_comes_before_a_deleted_record_runs_and_what_comes_after_waits(
+    postgres_lab: PostgresLab,
+) -> None:
+    async with await postgres_lab.inbox() as inbox:
+        await inbox.accept([message(number) for number in range(3)], lane="one")
+        await postgres_lab.query(f"DELETE FROM onceward_records WHERE message_id = '{message(1).id}'")
+        async with inbox._settler.plain_unit() as unit:
+            begun = await unit.begin_turn(Claiming(inbox.consumer, "me", 1, 3, 3.0, None, 300.0))
+            assert begun.taken is not None
+            assert [queued.message.id for queued in begun.taken.messages] == [message(0).id]
+            assert begun.taken.recordless == frozenset()
+
+
+async def test_a_message_that_is_done_alone_is_kept_for_its_own_time(postgres_lab: PostgresLab) -> None:
+    async with await postgres_lab.inbox() as inbox:
+        inbox.handler(message(1).type, retention=timedelta(days=2))(nothing)
         await inbox.accept(message(1))
-        await asyncio.wait_for(inbox.run(bulk=handle, stop=stop), 20)
-        assert await postgres_lab.query("SELECT state FROM onceward_records") == [("dead",)]
-        assert await postgres_lab.query("SELECT count(*) FROM written") == [(1,)]
+        assert _kind(await inbox.dispatch()) == "processed"
+        record = await inbox.get_record(message(1))
+        assert record is not None
+        assert record.expires_at is not None
+        assert record.processed_at is not None
+        assert (record.expires_at - record.processed_at).days == 2
+
+
+async def nothing(_message: Message[Any]) -> None:
+    """Runs."""
 
 
 # --- the next turn begins in the trip that ends the one before it ----------------------------------------------------
