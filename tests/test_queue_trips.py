@@ -452,8 +452,9 @@ async def test_a_claim_that_fails_after_the_commit_is_no_failure_of_what_was_com
     assert told.names().count("Processed") == 4
 
 
+@pytest.mark.parametrize("turn", [1, 2, 3, 4])
 async def test_what_was_claimed_ahead_is_given_back_when_a_worker_is_cancelled(
-    postgres_lab: PostgresLab, monkeypatch: pytest.MonkeyPatch
+    postgres_lab: PostgresLab, monkeypatch: pytest.MonkeyPatch, turn: int
 ) -> None:
     """During the trip that commits one turn and begins the next."""
     monkeypatch.setattr("onceward.crew.ROUND", 60.0)
@@ -464,21 +465,21 @@ async def test_what_was_claimed_ahead_is_given_back_when_a_worker_is_cancelled(
         if point == "before close_and_commit":
             ended += 1
             worker = asyncio.current_task()
-            if ended == 2 and worker is not None:
+            if ended == turn and worker is not None:
                 worker.cancel()
 
     async def handle(message: Message[Any], tx: Any) -> None:
         await postgres_lab.write(tx, message.id)
 
     async with await postgres_lab.inbox(reached=reached, retry=SOON) as inbox:
-        await inbox.accept([message(number) for number in range(5)])
+        await inbox.accept([message(number) for number in range(2 * turn + 10)])
         for _ in range(2):
             ended = 0
             await asyncio.wait([asyncio.ensure_future(inbox.run(handle, batch=1))])
             assert await claimed(postgres_lab) == []
         records = await postgres_lab.query("SELECT attempts, started FROM onceward_records WHERE state = 'accepted'")
-        assert records == [(0, 0)]
-        assert len(await postgres_lab.effects()) == 4
+        assert records == [(0, 0)] * 10
+        assert len(await postgres_lab.effects()) == 2 * turn
 
 
 async def test_what_somebody_has_deleted_can_be_accepted_again(postgres_lab: PostgresLab) -> None:

@@ -22,7 +22,7 @@ from onceward.handlers import BulkHandler
 from onceward.lease import run_leased
 from onceward.outcome import Kind, Outcome
 from onceward.pace import Pace
-from onceward.queue import Begun, Claiming, QueueUnit, Share, Taken
+from onceward.queue import Begun, Claiming, QueueUnit, Share, Spare, Taken
 from onceward.settle import CONFLICTS, Settler
 from onceward.shield import finish
 from onceward.slot import Settings, Slot
@@ -32,6 +32,8 @@ from onceward.wake import Bell
 
 CLAIM_LEASE = 3.0
 """Seconds between the claim of a lane and the moment when others may have it, unless its turn has begun."""
+SPARE_FOR = CLAIM_LEASE / 3
+"""Seconds after which lanes that were claimed ahead are given back."""
 LARGEST = 500
 """Messages that a worker takes at once, at most, unless told otherwise: more than that gains nothing."""
 ROUND = 0.1
@@ -55,6 +57,29 @@ class Step(msgspec.Struct):
     """Seconds until a lane is due, when none was claimed."""
     told: bool = False
     """The pace knows of it."""
+
+
+class Spares:
+    """Lanes that were claimed for turns after the one that has begun, by one owner."""
+
+    def __init__(self) -> None:
+        self._left: list[Spare] = []
+        self.deadline = 0.0
+        """They are to be worked on by then, or given back: others could have them soon."""
+
+    @property
+    def lanes(self) -> list[bytes]:
+        return [one.lane for one in self._left]
+
+    def next(self, claiming: Claiming, lanes: int) -> Claiming | None:
+        """How a turn with some of them begins; they stay here until it has begun."""
+        return msgspec.structs.replace(claiming, spare=tuple(self._left[:lanes])) if self._left else None
+
+    def went_on(self, claiming: Claiming, begun: Begun) -> None:
+        if claiming.spare:
+            self._left = self._left[len(claiming.spare) :]
+        else:
+            self._left, self.deadline = list(begun.spare), monotonic() + SPARE_FOR
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,29 +160,38 @@ class Crew:
         """
         self.last_step = began = monotonic()
         step, leased, begun = Step(self._claiming(options, pace)), None, None
+        spares = Spares()
 
         def ask(turn: Turn) -> Claiming | None:
-            if goes_on is None or self.closed or self._left or monotonic() - began > ROUND or not goes_on():
+            if goes_on is None or self.closed or self._left or not goes_on():
+                return None
+            if monotonic() > (spares.deadline if spares.lanes else began + ROUND):
                 return None
             step.told = True
             pace.went(len(step.claimed), turn.messages, full=turn.full, again=turn.care is not Care.OPTIMISTIC)
-            return self._claiming(options, pace)
+            return spares.next(step.claiming, pace.lanes) or self._claiming(options, pace, ahead=True)
 
         try:
             async with self._settler.plain_unit() as unit:
                 await self._give_back_left(unit)
                 await self._wake_overdue(unit)
                 ahead = Ahead(ask) if unit.goes_on else None
-                while True:
-                    pace.begin()
-                    leased = await self._claim(unit, step, begun, options, ahead)
-                    if step.claimed and not step.told:
-                        pace.went(len(step.claimed), len(step.slots), full=step.full, again=step.again)
-                    if ahead is None or ahead.found is None:
-                        break
-                    self._tell(step.slots)
-                    (claiming, begun), ahead.found = ahead.found, None
-                    step, self.last_step = Step(claiming), monotonic()
+                try:
+                    while True:
+                        pace.begin()
+                        leased = await self._claim(unit, step, begun, options, ahead)
+                        if step.claimed and not step.told:
+                            pace.went(len(step.claimed), len(step.slots), full=step.full, again=step.again)
+                        if ahead is None or ahead.found is None:
+                            break
+                        self._tell(step.slots)
+                        (claiming, begun), ahead.found = ahead.found, None
+                        spares.went_on(claiming, begun)
+                        pace.found(len(begun.claimed) + len(begun.spare), claiming)
+                        step, self.last_step = Step(claiming), monotonic()
+                finally:
+                    if spares.lanes:
+                        await finish(self._give_back(unit, step.claiming.owner, spares.lanes))
         except BaseException:
             if leased is not None:
                 await finish(self._put_off(step.claiming.owner, leased))
@@ -170,11 +204,12 @@ class Crew:
             step.slots += ran
         return step
 
-    def _claiming(self, options: Options, pace: Pace) -> Claiming:
-        owner = f"{self._settings.intake.host}#{random.getrandbits(48):x}"
+    def _claiming(self, options: Options, pace: Pace, *, ahead: bool = False) -> Claiming:
+        owner, lanes = f"{self._settings.intake.host}#{random.getrandbits(48):x}", pace.lanes
         return Claiming(
-            self.consumer, owner, pace.lanes, pace.size, CLAIM_LEASE, options.share, self._settings.freeze_after
-        )
+            self.consumer, owner, pace.ahead if ahead else lanes, pace.size, CLAIM_LEASE, options.share,
+            self._settings.freeze_after, lanes,
+        )  # fmt: skip
 
     async def _claim(
         self, unit: QueueUnit[Any], step: Step, begun: Begun | None, options: Options, ahead: Ahead | None
@@ -200,7 +235,8 @@ class Crew:
                 await finish(self._give_back(unit, claiming.owner, found[0].claimed))
             if ahead is not None and ahead.found is not None:
                 claiming, begun = ahead.found
-                await finish(self._give_back(unit, claiming.owner, begun.claimed))
+                spare = [one.lane for one in begun.spare]
+                await finish(self._give_back(unit, claiming.owner, [*begun.claimed, *spare]))
             raise
 
     async def _leased(self, owner: str, slot: Slot) -> list[Slot]:

@@ -171,6 +171,14 @@ Share = tuple[int, int]
 """(0, 3): the first third of all lanes."""
 
 
+class Spare(msgspec.Struct, frozen=True, gc=False):
+    """A lane that was claimed for a turn after the one that has begun."""
+
+    lane: bytes
+    place: str
+    """Where the store has its row."""
+
+
 class Claiming(msgspec.Struct, frozen=True):
     """Which lanes to claim, and how to begin a turn with them."""
 
@@ -185,6 +193,10 @@ class Claiming(msgspec.Struct, frozen=True):
     share: Share | None = None
     idle_limit: float | None = None
     """See `take_lanes`."""
+    in_turn: int | None = None
+    """So many of the lanes are for the turn that begins; the others are spare. None: all are."""
+    spare: Sequence[Spare] = ()
+    """Where there are any, nothing is claimed: the turn begins with these, which are ours already."""
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -195,9 +207,12 @@ class Begun(msgspec.Struct, frozen=True):
     """More lanes, whose last worker died, or froze: each has a turn of its own."""
     taken: Taken | None = None
     """None: it has not begun."""
+    spare: Sequence[Spare] = ()
+    """Claimed as well, for turns after this one."""
 
     @property
     def claimed(self) -> list[bytes]:
+        """Those to work on now."""
         return [*self.lanes, *self.suspects]
 
 

@@ -412,23 +412,24 @@ WHERE owner = :owner::text AND ctid = ANY (ARRAY (
     WHERE s.lane = ANY (nullif(current_setting('onceward.suspect', true), '')::uuid[])))
 
 -- name: queue_open_claimed
-SELECT onceward_open(:owner::text)
+SELECT onceward_open(:owner::text, NULL, :at::text::tid[], :number::int)
 
 -- name: queue_open
-SELECT onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[])
+SELECT onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[], NULL, NULL)
 
 -- name: queue_savepoint
 SAVEPOINT onceward_turn
 
 -- name: queue_take
-SELECT * FROM onceward_take(:most::int, :together::boolean)
+SELECT * FROM onceward_take(:most::int, :together::boolean, :number::int)
 
 -- Whether a record that is not there may just be hidden from this role.
 -- name: queue_records_hidden
 SELECT row_security_active('onceward_records'::regclass::oid) AS hidden
 
 -- name: queue_hold
-SELECT uuid_send(lane) AS lane FROM unnest(onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[])) lane
+SELECT uuid_send(lane) AS lane
+FROM unnest(onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[], NULL, NULL)) lane
 
 -- Said without parameters, in the trip of COMMIT: the procedure says what its arguments are.
 -- name: queue_close_at_commit

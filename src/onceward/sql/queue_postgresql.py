@@ -21,6 +21,7 @@ from onceward.queue import (
     Queued,
     QueueLine,
     Share,
+    Spare,
     Taken,
     Then,
     TurnClosing,
@@ -105,12 +106,23 @@ def _claiming(consumer: str, owner: str, most: int, lease: float, share: Share |
 
 def take_claimed(dialect: Dialect, wanted: Claiming, marks: Marks) -> Plan[Begun]:
     """What was claimed so, and opened with BEGIN."""
-    rows = (yield dialect("queue_take", {"most": wanted.most, "together": True})).rows
+    number = None if wanted.in_turn is None or wanted.in_turn >= wanted.lanes else wanted.in_turn
+    rows = (yield dialect("queue_take", {"most": wanted.most, "together": True, "number": number})).rows
     taken = yield from _taken(dialect, [row for row in rows if row["claims"] == 1])
-    begun = Begun(list(taken.lanes), [row["lane_id"] for row in rows if row["claims"] > 1], taken)
+    suspects = [row["lane_id"] for row in rows if row["claims"] > 1]
+    spare = [Spare(row["lane_id"], row["row_place"]) for row in rows if row["claims"] == 0]
     first_due, hints = (rows[0]["first_due"], rows[0]["hints"]) if rows else (None, None)
-    marks[wanted.consumer, wanted.share].found(first_due, hints, all_that_was_asked=len(begun.claimed) == wanted.lanes)
-    return begun
+    claimed = len(taken.lanes) + len(suspects) + len(spare)
+    marks[wanted.consumer, wanted.share].found(first_due, hints, all_that_was_asked=claimed == wanted.lanes)
+    return Begun(list(taken.lanes), suspects, taken, spare)
+
+
+def take_spare(dialect: Dialect, wanted: Claiming) -> Plan[Begun]:
+    """What was claimed before, and opened with BEGIN."""
+    most = max(1, wanted.most // len(wanted.spare))
+    rows = (yield dialect("queue_take", {"most": most, "together": False, "number": None})).rows
+    taken = yield from _taken(dialect, rows)
+    return Begun(list(taken.lanes), (), taken)
 
 
 def release_claimed(dialect: Dialect, owner: str) -> Plan[None]:
@@ -120,7 +132,7 @@ def release_claimed(dialect: Dialect, owner: str) -> Plan[None]:
 def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int, *, opened: bool) -> Plan[Taken]:
     if not opened:
         yield dialect("queue_open", _owned(owner, lanes))
-    result = yield dialect("queue_take", {"most": most, "together": False})
+    result = yield dialect("queue_take", {"most": most, "together": False, "number": None})
     return (yield from _taken(dialect, result.rows))
 
 
@@ -160,11 +172,16 @@ def hold_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> Plan[fro
     return frozenset(bytes(row["lane"]) for row in result.rows)
 
 
-def opening(dialect: Dialect, owner: str, lanes: Sequence[bytes] | None = None) -> list[Statement]:
-    """To be said with BEGIN: the lock of the lanes, or of what was just claimed, and the savepoint of the turn."""
-    if lanes is None:
-        return [dialect("queue_open_claimed", {"owner": owner}), dialect("queue_savepoint")]
+def opening(dialect: Dialect, owner: str, lanes: Sequence[bytes]) -> list[Statement]:
+    """To be said with BEGIN: the lock of the lanes, and the savepoint of the turn."""
     return [dialect("queue_open", _owned(owner, lanes)), dialect("queue_savepoint")]
+
+
+def opening_claimed(dialect: Dialect, wanted: Claiming) -> list[Statement]:
+    """The same with what was just claimed, or with spare lanes: one statement, so that it is prepared for both."""
+    at = array([one.place for one in wanted.spare])
+    params = {"owner": wanted.owner, "at": at, "number": wanted.in_turn or wanted.lanes}
+    return [dialect("queue_open_claimed", params), dialect("queue_savepoint")]
 
 
 def closing(dialect: Dialect, closing: TurnClosing, consumer: str, host: str) -> Statement:

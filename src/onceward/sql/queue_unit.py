@@ -78,10 +78,14 @@ class QueueVerbs(PlanUnit[Tx]):
         """The claim and the opening ride with the next BEGIN; what is left to do is this."""
         session: Any = self._session
         marks = self._driver.marks  # type: ignore[attr-defined]
-        session.claiming = self._queue.claiming(self._dialect, claiming, marks)
-        session.opening = self._queue.opening(self._dialect, claiming.owner)
+        session.opening = self._queue.opening_claimed(self._dialect, claiming)
         session.idle_limit = claiming.idle_limit
-        plan: Plan[Begun] = self._queue.take_claimed(self._dialect, claiming, marks)
+        plan: Plan[Begun]
+        if claiming.spare:
+            plan = self._queue.take_spare(self._dialect, claiming)
+        else:
+            session.claiming = self._queue.claiming(self._dialect, claiming, marks)
+            plan = self._queue.take_claimed(self._dialect, claiming, marks)
         return plan
 
     async def _unless_empty(self, begun: Begun) -> Begun:

@@ -116,9 +116,9 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
         return guard is not None and not guard.has_ended and not self._abandoned and self._in_transaction()
 
     claiming: Statement | None = None
-    """A transaction of its own, said before the next BEGIN in the same trip. COMMIT goes on with it at once."""
+    """A transaction of its own, said before the next BEGIN in the same trip."""
     opening: Sequence[Statement] = ()
-    """What else is said in the trip of the next BEGIN; its rows are not wanted."""
+    """What else is said in the trip of the next BEGIN; its rows are not wanted. COMMIT goes on with it at once."""
     _riding = _released = ""
 
     idle_limit: float | None = None
@@ -303,7 +303,7 @@ class PostgresSession(SessionDefaults, ABC, Generic[Tx]):
             self._remember(self._guard)
         trip = f"{self._released}{check}; {self._ending() if self._used or self._known.is_lent else 'COMMIT'}"
         claiming, opening = self._take_riding()
-        if claiming is None:
+        if not opening:
             return trip, ""
         token, told = _new_token(), inlined if self._known.prepared is None else executing
         return f"{trip}; {_trip(self._beginning(token), claiming, opening, told)}", token

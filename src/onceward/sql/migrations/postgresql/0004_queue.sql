@@ -403,8 +403,9 @@ CREATE FUNCTION onceward_unmet(of_consumer text, of_tenant text, depends_on json
     END $$;
 
 -- Begin a turn: hold the lanes that are still ours. Which they are is remembered until the end of the transaction, by
--- their places, which nobody can change now. Without `claimed` they are those that were just claimed for this turn.
-CREATE FUNCTION onceward_open(by_owner text, claimed uuid[] DEFAULT NULL) RETURNS uuid[]
+-- their places, which nobody can change now. They are the lanes `claimed`, or those at `at`, or else the first `number`
+-- of those that were just claimed.
+CREATE FUNCTION onceward_open(by_owner text, claimed uuid[], at tid[], number integer) RETURNS uuid[]
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
@@ -417,9 +418,10 @@ CREATE FUNCTION onceward_open(by_owner text, claimed uuid[] DEFAULT NULL) RETURN
         held uuid[];
     BEGIN
         IF claimed IS NULL THEN
+            at := coalesce(at, (current_setting('onceward.claimed')::tid[])[:number]);
             SELECT array_agg(place), array_agg(lane) INTO places, held FROM (
                 SELECT ctid AS place, lane FROM onceward_lanes
-                WHERE ctid = ANY (current_setting('onceward.claimed')::tid[]) AND owner = by_owner
+                WHERE ctid = ANY (at) AND owner = by_owner
                 FOR NO KEY UPDATE) ours;
         ELSE
             SELECT array_agg(place), array_agg(lane) INTO places, held FROM (
@@ -433,9 +435,10 @@ CREATE FUNCTION onceward_open(by_owner text, claimed uuid[] DEFAULT NULL) RETURN
 -- Read what the lanes of the turn have, up to `most` messages of each, or about so many in all (`together`). It is a
 -- statement of its own, after onceward_open: in one statement the reading would be as of before the lock.
 --
--- A row for each message, in the order in which they may run; one for a lane without messages; one for a lane that was
--- claimed for this turn and has to have its own (`claims`). What is the same for all is said in the first.
-CREATE FUNCTION onceward_take(most integer, together boolean)
+-- A row for each message, in the order in which they may run; one for a lane without messages. Where the lanes were just
+-- claimed (`together`) also one for each that has to have its own turn: because its last worker died (`claims` above 1),
+-- or because it came after the first `number` of them (`claims` 0). What is the same for all is said in the first.
+CREATE FUNCTION onceward_take(most integer, together boolean, number integer)
     RETURNS TABLE (
         lane_id bytea, claims integer, first_due timestamptz, hints text, xid bigint, now timestamptz,
         seq bigint, rank bigint, track text, due timestamptz, behind boolean, unmet text, record_place text,
@@ -562,14 +565,18 @@ CREATE FUNCTION onceward_take(most integer, together boolean)
                 WHERE c.identity = ANY (ARRAY[coalesce(p.identity, h.lane)])
                 LIMIT 1) r ON true;
         END IF;
-        IF together AND current_setting('onceward.suspect') <> '{}' THEN
+        IF together AND (number IS NOT NULL OR current_setting('onceward.suspect') <> '{}') THEN
             RETURN QUERY
-            SELECT uuid_send(lane), 2, first, hints_left, NULL::bigint, clock_timestamp(),
-                   NULL::bigint, NULL::bigint, NULL, NULL::timestamptz, false, NULL, NULL, NULL,
+            SELECT uuid_send(one.lane), one.claims, first, hints_left, NULL::bigint, clock_timestamp(),
+                   NULL::bigint, NULL::bigint, NULL, NULL::timestamptz, false, NULL, NULL, one.place,
                    NULL::bytea, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
                    NULL, NULL::integer, NULL::integer, NULL, NULL::bytea, NULL, NULL::timestamptz, NULL::timestamptz,
                    NULL, NULL::bigint, NULL
-            FROM unnest(current_setting('onceward.suspect')::uuid[]) AS suspect(lane);
+            FROM (SELECT lane, 2 AS claims, NULL AS place
+                  FROM unnest(current_setting('onceward.suspect')::uuid[]) AS suspect(lane)
+                  UNION ALL
+                  SELECT l.lane, 0, l.ctid::text FROM onceward_lanes l
+                  WHERE number IS NOT NULL AND l.ctid = ANY ((current_setting('onceward.claimed')::tid[])[number + 1:])) one;
         END IF;
     END $$;
 

@@ -71,6 +71,24 @@ class FleetContract:
         rows = await lab.query("SELECT DISTINCT state, attempts, started FROM onceward_records")
         assert rows == [("processed", 1, 0)], "one crash is no reason to count"
 
+    async def test_a_worker_that_dies_with_lanes_of_other_turns_in_hand_costs_nobody_an_attempt(self, lab: Lab) -> None:
+        """Under backlog it claims the lanes of several turns at once, also where a turn is one message."""
+        inbox, handler = await lab.inbox(retry=SOON), Recorder(lab)
+        messages = [lab.message(f"m{number:02}") for number in range(60)]
+        await inbox.accept(messages)
+        hand = await lab.hand(batch=1, die=["m40"])
+        await hand.hear("dying")
+        assert await hand.ended() == KILLED
+
+        async def done() -> bool:
+            await drain(inbox, handler)
+            return await all_done(lab)
+
+        assert await until(done) < TAKEOVER
+        assert await lab.effects() == [message.id for message in messages]
+        rows = await lab.query("SELECT DISTINCT state, attempts, started FROM onceward_records")
+        assert rows == [("processed", 1, 0)]
+
     async def test_after_kill_9_another_worker_takes_over_within_5_seconds(self, lab: Lab) -> None:
         """Rule 12."""
         inbox, handler = await lab.inbox(retry=SOON, wait=30), Recorder(lab)
