@@ -34,7 +34,7 @@ claimed AS MATERIALIZED (
 turn AS MATERIALIZED (
     SELECT set_config('onceward.turn', coalesce(array_agg(place)::text, '{}'), true), array_agg(lane) AS lanes
     FROM claimed)
-SELECT t.* FROM turn, LATERAL onceward_read(4, false, turn.lanes) t
+SELECT t.* FROM turn, LATERAL onceward_read(4, false, NULL, turn.lanes) t
 """
 
 

@@ -151,7 +151,7 @@ class Race:
     # --- workers --------------------------------------------------------------------------------------------
 
     async def hire(self) -> Hand:
-        job = {"ledger": True, "concurrency": 2, "batch": self.chance.choice([3, 20]), "quiet": True}
+        job = {"ledger": True, "concurrency": 2, "batch": self.chance.choice([1, 3, 20]), "quiet": True}
         chance = {"fail": 0.03, "after": 0.05, "base": 0.01, "cap": 0.05, "max_attempts": 1000, "freeze_after": 2.0}
         hand = await self.lab.hand(module="tests.race_child", **job, **chance)
         await hand.hear("ready")
@@ -293,7 +293,8 @@ async def test_control_claim_and_read_in_one_statement_is_caught(postgres_lab: P
     assert held in source, "onceward_take has changed: look for which lanes it reads"
     seen = "turn tid[] := ARRAY (SELECT l.ctid FROM onceward_lanes l WHERE l.lane = ANY (claimed));"
     reading = source.replace(held, seen).replace("onceward_take(", "onceward_read(")
-    reading = reading.replace("together boolean)", "together boolean, claimed uuid[])", 1)
+    assert "number integer)" in reading, "onceward_take has other parameters"
+    reading = reading.replace("number integer)", "number integer, claimed uuid[])", 1)
     await postgres_lab.query(reading.replace("LANGUAGE plpgsql", "LANGUAGE plpgsql STABLE", 1))
     race = Race(postgres_lab, seed=1, control=True, mistake=MISTAKE)
     problems = await race.run(8, patience=3)
