@@ -412,10 +412,10 @@ WHERE owner = :owner::text AND ctid = ANY (ARRAY (
     WHERE s.lane = ANY (nullif(current_setting('onceward.suspect', true), '')::uuid[])))
 
 -- name: queue_open_claimed
-SELECT onceward_open(:owner::text, NULL, :at::text::tid[], :number::int)
+SELECT onceward_open(:owner::text, :at::text::tid[], :number::int)
 
 -- name: queue_open
-SELECT onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[], NULL, NULL)
+SELECT onceward_hold(:owner::text, string_to_array(:lanes::text, ',')::uuid[])
 
 -- name: queue_savepoint
 SAVEPOINT onceward_turn
@@ -428,8 +428,7 @@ SELECT * FROM onceward_take(:most::int, :together::boolean, :number::int)
 SELECT row_security_active('onceward_records'::regclass::oid) AS hidden
 
 -- name: queue_hold
-SELECT uuid_send(lane) AS lane
-FROM unnest(onceward_open(:owner::text, string_to_array(:lanes::text, ',')::uuid[], NULL, NULL)) lane
+SELECT uuid_send(lane) AS lane FROM unnest(onceward_hold(:owner::text, string_to_array(:lanes::text, ',')::uuid[])) lane
 
 -- Said without parameters, in the trip of COMMIT: the procedure says what its arguments are.
 -- name: queue_close_at_commit

@@ -403,9 +403,8 @@ CREATE FUNCTION onceward_unmet(of_consumer text, of_tenant text, depends_on json
     END $$;
 
 -- Begin a turn: hold the lanes that are still ours. Which they are is remembered until the end of the transaction, by
--- their places, which nobody can change now. They are the lanes `claimed`, or those at `at`, or else the first `number`
--- of those that were just claimed.
-CREATE FUNCTION onceward_open(by_owner text, claimed uuid[], at tid[], number integer) RETURNS uuid[]
+-- their places, which nobody can change now.
+CREATE FUNCTION onceward_hold(by_owner text, claimed uuid[]) RETURNS uuid[]
     LANGUAGE plpgsql
     SET search_path FROM CURRENT
     SET enable_seqscan = off
@@ -417,19 +416,30 @@ CREATE FUNCTION onceward_open(by_owner text, claimed uuid[], at tid[], number in
         places tid[];
         held uuid[];
     BEGIN
-        IF claimed IS NULL THEN
-            at := coalesce(at, (current_setting('onceward.claimed')::tid[])[:number]);
-            SELECT array_agg(place), array_agg(lane) INTO places, held FROM (
-                SELECT ctid AS place, lane FROM onceward_lanes
-                WHERE ctid = ANY (at) AND owner = by_owner
-                FOR NO KEY UPDATE) ours;
-        ELSE
-            SELECT array_agg(place), array_agg(lane) INTO places, held FROM (
-                SELECT ctid AS place, lane FROM onceward_lanes WHERE lane = ANY (claimed) AND owner = by_owner
-                ORDER BY lane FOR NO KEY UPDATE) ours;
-        END IF;
+        SELECT array_agg(place), array_agg(lane) INTO places, held FROM (
+            SELECT ctid AS place, lane FROM onceward_lanes WHERE lane = ANY (claimed) AND owner = by_owner
+            ORDER BY lane FOR NO KEY UPDATE) ours;
         PERFORM set_config('onceward.turn', coalesce(places::text, '{}'), true);
         RETURN held;
+    END $$;
+
+-- The same with the lanes at these places, or else with the first `number` of those that were just claimed. It is said
+-- for each turn, so it is one statement.
+CREATE FUNCTION onceward_open(by_owner text, at tid[], number integer) RETURNS void
+    LANGUAGE plpgsql
+    SET search_path FROM CURRENT
+    SET enable_seqscan = off
+    SET enable_bitmapscan = off
+    SET plan_cache_mode = force_generic_plan
+    SET jit = off
+    AS $$
+    BEGIN
+        IF at IS NULL THEN
+            at := (current_setting('onceward.claimed')::tid[])[:number];
+        END IF;
+        PERFORM set_config('onceward.turn', coalesce(array_agg(place)::text, '{}'), true)
+        FROM (SELECT ctid AS place FROM onceward_lanes
+              WHERE ctid = ANY (at) AND owner = by_owner FOR NO KEY UPDATE) ours;
     END $$;
 
 -- Read what the lanes of the turn have, up to `most` messages of each, or about so many in all (`together`). It is a
@@ -460,9 +470,6 @@ CREATE FUNCTION onceward_take(most integer, together boolean, number integer)
         turn tid[] := current_setting('onceward.turn');
         first timestamptz;
         hints_left text;
-        lone uuid;           -- the only lane, when it is a message without one
-        lone_seq bigint;
-        lone_record tid;
         told boolean := false;
         -- One entry for each message, in the order in which they may run; one for a lane without messages.
         lanes uuid[];
@@ -479,22 +486,19 @@ CREATE FUNCTION onceward_take(most integer, together boolean, number integer)
             first := nullif(current_setting('onceward.first_due'), '');
             hints_left := nullif(current_setting('onceward.hints'), '');
         END IF;
-        IF cardinality(turn) = 1 THEN
-            SELECT l.lane, l.seq, l.record::tid INTO lone, lone_seq, lone_record
-            FROM onceward_lanes l WHERE l.ctid = turn[1] AND l.seq IS NOT NULL;
-        END IF;
-        IF lone IS NOT NULL THEN   -- as below, without arrays
+        IF cardinality(turn) = 1 THEN   -- as below, without arrays, where it is a message without a lane
             RETURN QUERY
             SELECT
-                uuid_send(lone), 1, first, hints_left, txid_current(), clock_timestamp(),
-                lone_seq, -1::bigint, NULL::text, NULL::timestamptz, false,
+                uuid_send(l.lane), 1, first, hints_left, txid_current(), clock_timestamp(),
+                l.seq, -1::bigint, NULL::text, NULL::timestamptz, false,
                 CASE WHEN r.depends_on IS NOT NULL
                      THEN (SELECT row_to_json(d)::text FROM onceward_unmet(r.consumer, r.tenant, r.depends_on) d) END,
                 r.ctid::text, NULL::text,
                 uuid_send(r.identity), r.consumer, r.tenant, r.scope, r.key, r.message_id, r.type, r.source, r.topic,
                 r.origin, r.attempts, r.started, r.payload::text, r.body, r.headers::text, r.received_at, r.occurred_at,
                 r.stream, r."position", r.depends_on::text
-            FROM onceward_records r WHERE r.ctid = lone_record AND (r.identity = lone) IS TRUE;
+            FROM onceward_lanes l JOIN onceward_records r ON r.ctid = l.record::tid AND (r.identity = l.lane) IS TRUE
+            WHERE l.ctid = turn[1] AND l.seq IS NOT NULL;
             told := FOUND;   -- where somebody has written to the record since it is looked up below
         END IF;
         IF NOT told THEN
