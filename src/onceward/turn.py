@@ -152,7 +152,7 @@ class Turn:
         if not self._taken.lanes:
             await unit.rollback()
             return []
-        self.full = max(Counter(queued.lane for queued in self._taken.messages).values(), default=0) >= self._most
+        self.full = self._is_full()
         self._put_off_recordless()
         try:
             runnable = await self._sort()
@@ -166,6 +166,12 @@ class Turn:
             for handler in self._using:
                 self._limits.leave(handler)
         return [slot for slot in self._slots if slot.outcome is not None]
+
+    def _is_full(self) -> bool:
+        messages = self._taken.messages
+        if len(messages) < self._most or len(self._taken.lanes) == 1:
+            return len(messages) >= self._most
+        return max(Counter([queued.lane for queued in messages]).values()) >= self._most
 
     @property
     def messages(self) -> int:

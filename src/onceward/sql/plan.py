@@ -112,12 +112,12 @@ def _pieces(sql: str) -> tuple[list[str], tuple[str, ...]]:
 
 def literal(value: object) -> str:
     """A closed encoder: truth, numbers, text, bytes and times. Anything else is refused."""
+    if type(value) is str:
+        return _text(value)
     if value is None:
         return "NULL"
     if type(value) is bool:
         return "TRUE" if value else "FALSE"
-    if type(value) is str:
-        return _text(value)
     if type(value) is int:
         return f"({value})"  # -2**63::bigint would negate after the cast, and overflow
     if type(value) is float and math.isfinite(value):
