@@ -328,6 +328,6 @@ async def test_workers_give_back_together_what_was_left(postgres_lab: PostgresLa
     crew = inbox._crew
     await asyncio.gather(*(inbox.queue_stats() for _ in range(4)))  # a connection for each
     for _ in range(rounds):
-        crew._left.append(("somebody", [bytes(16)]))
+        crew._left.append(("somebody", [bytes(16)], False))
         await asyncio.gather(*(inbox.dispatch(lambda message: None) for _ in range(4)))
         assert crew._left == []

@@ -164,6 +164,54 @@ async def test_a_turn_knows_its_own_transaction_by_more_than_the_savepoint(postg
         assert _kind(await inbox.dispatch(forging)) == "dead"
 
 
+@pytest.mark.parametrize("batch", [1, 50])
+async def test_a_handler_that_forges_its_savepoint_and_fails_does_not_run_for_ever(
+    postgres_lab: PostgresLab, batch: int
+) -> None:
+    runs: list[str] = []
+
+    async def handle(one: Message[Any], tx: Any) -> None:
+        runs.append(one.id)
+        if one.id == "m2":
+            await tx.execute("ROLLBACK; BEGIN; SAVEPOINT onceward_turn")
+            raise ValueError("and then it failed")
+
+    async with await postgres_lab.inbox(retry=SOON) as inbox:
+        await inbox.accept([message(number) for number in range(4)])
+        async with inbox.worker(handle, batch=batch), asyncio.timeout(20):
+            while await postgres_lab.query("SELECT 1 FROM onceward_lanes LIMIT 1"):
+                await asyncio.sleep(0.02)
+        rows = await postgres_lab.query("SELECT message_id, state FROM onceward_records ORDER BY message_id")
+        assert rows == [(f"m{number}", "dead" if number == 2 else "processed") for number in range(4)]
+        assert runs.count("m2") <= 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_handler_that_leaves_a_long_statement_running_is_counted_and_holds_up_nobody(
+    postgres_lab: PostgresLab, *, fails: bool
+) -> None:
+    """Its connection cannot be used again. One try is enough to tell, and the neighbours are not in it."""
+    left: list[asyncio.Future[Any]] = []
+
+    async def handle(one: Message[Any], tx: Any) -> None:
+        await postgres_lab.write(tx, one.id)
+        if one.id == "m2":
+            left.append(asyncio.ensure_future(tx.execute("SELECT pg_sleep($1)", 60)))
+            await asyncio.sleep(0.01)
+            if fails:
+                raise ValueError("no")
+
+    async with await postgres_lab.inbox(retry=RetryPolicy(max_attempts=1)) as inbox:
+        await inbox.accept([message(number) for number in range(4)])
+        async with inbox.worker(handle, poll_interval=0.1), asyncio.timeout(20):
+            while await postgres_lab.query("SELECT 1 FROM onceward_lanes LIMIT 1"):
+                await asyncio.sleep(0.02)
+        rows = await postgres_lab.query("SELECT message_id, state FROM onceward_records ORDER BY message_id")
+        assert rows == [(f"m{number}", "dead" if number == 2 else "processed") for number in range(4)]
+        assert sorted(await postgres_lab.effects()) == ["m0", "m1", "m3"]
+    await asyncio.gather(*left, return_exceptions=True)
+
+
 # --- a turn whose first handler fails -------------------------------------------------------------------------------
 
 

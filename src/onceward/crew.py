@@ -113,8 +113,8 @@ class Crew:
         self._bus = bus
         self.bell = bell
         self.limits = Limits()
-        self._left: list[tuple[str, list[bytes]]] = []
-        """Lanes that could not be given back when that was tried."""
+        self._left: list[tuple[str, list[bytes], bool]] = []
+        """Lanes that could not be given back when that was tried, by whom, and whether they are suspect."""
         self._looked = 0.0
         self.running = 0
         """Workers."""
@@ -230,9 +230,10 @@ class Crew:
             return await self._turns(unit, step, found[0], options, ahead)
         except SystemExit:
             raise  # a handler ends the process: as any crash, so that one which always does is found out
-        except BaseException:
+        except BaseException as error:
             if found:
-                await finish(self._give_back(unit, claiming.owner, found[0].claimed))
+                suspect = _cost_the_connection(unit, error)
+                await finish(self._give_back(unit, claiming.owner, found[0].claimed, suspect=suspect))
             if ahead is not None and ahead.found is not None:
                 claiming, begun = ahead.found
                 spare = [one.lane for one in begun.spare]
@@ -360,6 +361,9 @@ class Crew:
         except SystemExit:
             settled = True  # a crash: its mark stays
             raise
+        except Exception as error:
+            settled = _cost_the_connection(unit, error)  # as a crash does
+            raise
         finally:
             if head is not None and not settled:
                 await finish(self._unmark(unit, head))
@@ -371,21 +375,21 @@ class Crew:
 
     # --- giving back ----------------------------------------------------------------------------------------
 
-    async def _give_back(self, unit: QueueUnit[Any], owner: str, lanes: list[bytes]) -> None:
-        """Nobody crashed: others may have them at once. What was worked on is not ours any more, and left alone."""
+    async def _give_back(self, unit: QueueUnit[Any], owner: str, lanes: list[bytes], *, suspect: bool = False) -> None:
+        """The process lives: others may have them at once. What was worked on is not ours any more, and left alone."""
         try:
             await unit.rollback()
-            await unit.release(owner, lanes)
+            await unit.release(owner, lanes, suspect=suspect)
         except Exception:  # noqa: BLE001 - the database is away: when it is back, or when the claim is over
-            self._left.append((owner, lanes))
+            self._left.append((owner, lanes, suspect))
 
     async def _give_back_left(self, unit: QueueUnit[Any]) -> None:
         while self._left:
-            owner, lanes = self._left.pop()  # or another worker would give them back too
+            owner, lanes, suspect = self._left.pop()  # or another worker would give them back too
             try:
-                await unit.release(owner, lanes)
+                await unit.release(owner, lanes, suspect=suspect)
             except BaseException:
-                self._left.append((owner, lanes))
+                self._left.append((owner, lanes, suspect))
                 raise
 
     async def _wake_overdue(self, unit: QueueUnit[Any]) -> None:
@@ -408,6 +412,12 @@ class Crew:
                 ))  # fmt: skip
             else:
                 bus.emit(events.of_outcome(consumer, message, identity, outcome))
+
+
+def _cost_the_connection(unit: QueueUnit[Any], error: BaseException) -> bool:
+    """A handler may have been the reason: its statement ended the server's process, or it left one running. Nobody can
+    say which handler, or whether it was the network; so it is treated as the death of a worker would be."""
+    return isinstance(error, Exception) and unit.gone
 
 
 def outcome_of_slot(slot: Slot | None) -> Outcome[Any] | None:

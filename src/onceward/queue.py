@@ -5,7 +5,7 @@ them out again.
     claim_lanes                                                      a worker owns some lanes, for a short while
     take_lanes, handlers, close_lanes, commit                        one turn: their messages, in one transaction
     begin_turn, handlers, close_and_commit                           the same with fewer trips, where that is possible
-    release                                                          given back untouched: nobody crashed
+    release                                                          given back untouched
 
 A **lane** that has something to do is one row with a time: from then on a worker may claim it. The claim is committed
 on its own, with the worker's name and a new time, after which others may have it: so a worker that dies holds nobody
@@ -365,8 +365,15 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
     def goes_on(self) -> bool:
         """Whether one turn can begin in the trip that ends another."""
 
-    async def release(self, owner: str, lanes: Sequence[bytes], *, delay: float = 0.0) -> None:
-        """Alone: give lanes back that were not worked on, and take the claim back. Those not ours are left alone."""
+    @property
+    def gone(self) -> bool:
+        """The connection cannot be used any more, whoever ended it. What is "alone" goes through another one."""
+
+    async def release(self, owner: str, lanes: Sequence[bytes], *, delay: float = 0.0, suspect: bool = False) -> None:
+        """Alone: give lanes back that were not worked on, and take the claim back. Those not ours are left alone.
+
+        With `suspect` the claim stands, as that of a worker that died: who claims them next works on each alone.
+        """
 
     async def extend(self, owner: str, lanes: Sequence[bytes], lease: float) -> frozenset[bytes]:
         """Alone: own them for another while. Those that are still ours."""

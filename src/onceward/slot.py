@@ -69,6 +69,11 @@ class Slot(msgspec.Struct, eq=False):
         return self.queued.lane != self.queued.identity.digest
 
     @property
+    def was_called(self) -> bool:
+        """Its handler was, whatever it came to."""
+        return self.duration_ms > 0.0
+
+    @property
     def attempts(self) -> int:
         """With this one."""
         return self.queued.attempts + 1

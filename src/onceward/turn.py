@@ -311,7 +311,7 @@ class Turn:
             self._using.append(handler)
         attempts, crashes = slot.queued.attempts, slot.crashes
         if crashes > 0 and slot.retry(self._settings).exhausted(attempts + crashes):
-            died = f"the process died {crashes} times while handling it; no attempts are left"
+            died = f"the process died, or lost its connection, {crashes} times while handling it; no attempts are left"
             exhausted = AttemptsExhausted(died, attempts=attempts)
             self._settle(slot, slot.bury(exhausted, self._settings, counted=False))
             return False
@@ -551,7 +551,9 @@ class Turn:
         await unit.rollback()
         stood = await finish(unit.stood(self._taken))
         before = [slot for slot in self._slots if slot is not culprit and _ran(slot)]
-        culprits = [culprit] if culprit is not None else [*before, *ran]
+        # One that failed may have done it too, with a savepoint that looks like ours.
+        failed = [slot for slot in self._slots if slot.was_called and not _ran(slot)]
+        culprits = [culprit] if culprit is not None else [*before, *failed, *ran]
         if culprit is None:
             before = []
         if stood is False and culprit is None and len(culprits) > 1:

@@ -55,6 +55,10 @@ class PlanUnit(Generic[Tx]):
     def lost(self) -> bool:
         return self._session.lost
 
+    @property
+    def gone(self) -> bool:
+        return self._session.gone
+
     async def ended(self) -> bool:
         return await self._session.ended()
 

@@ -450,7 +450,7 @@ CALL onceward_close(
 
 -- name: queue_release
 UPDATE onceward_lanes
-SET owner = NULL, until = NULL, claims = greatest(0, claims - 1), state = 'ready',
+SET owner = NULL, until = NULL, claims = greatest(0, claims - :forgiven::int), state = 'ready',
     run_at = clock_timestamp() + :delay::float8 * interval '1 second'
 WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[]) AND owner = :owner::text
 

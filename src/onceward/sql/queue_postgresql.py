@@ -247,8 +247,8 @@ def _columns(lines: Sequence[DoneLine]) -> dict[str, str | None]:
 _NOTHING_DONE: dict[str, str | None] = dict.fromkeys(_columns(()))
 
 
-def release(dialect: Dialect, owner: str, lanes: Sequence[bytes], delay: float) -> Plan[None]:
-    yield dialect("queue_release", _owned(owner, lanes) | {"delay": float(delay)})
+def release(dialect: Dialect, owner: str, lanes: Sequence[bytes], delay: float, *, suspect: bool) -> Plan[None]:
+    yield dialect("queue_release", _owned(owner, lanes) | {"delay": float(delay), "forgiven": int(not suspect)})
 
 
 def extend(dialect: Dialect, owner: str, lanes: Sequence[bytes], lease: float) -> Plan[frozenset[bytes]]:

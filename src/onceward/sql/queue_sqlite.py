@@ -289,8 +289,8 @@ def _goes_on(dialect: Dialect, owner: str, lane: bytes, waiting: set[int]) -> Pl
     yield dialect("queue_lane_end", {"lane": lane, "owner": owner, "blocker": None, **how})
 
 
-def release(dialect: Dialect, owner: str, lanes: Sequence[bytes], delay: float) -> Plan[None]:
-    yield dialect("queue_release", _owned(owner, lanes) | {"delay": _seconds(delay)})
+def release(dialect: Dialect, owner: str, lanes: Sequence[bytes], delay: float, *, suspect: bool) -> Plan[None]:
+    yield dialect("queue_release", _owned(owner, lanes) | {"delay": _seconds(delay), "forgiven": int(not suspect)})
 
 
 def extend(dialect: Dialect, owner: str, lanes: Sequence[bytes], lease: float) -> Plan[frozenset[bytes]]:

@@ -185,8 +185,8 @@ class QueueVerbs(PlanUnit[Tx]):
         """Whether statements can be said in the trips of BEGIN and COMMIT."""
         return self._dialect.sets and not self.joined
 
-    async def release(self, owner: str, lanes: Sequence[bytes], *, delay: float = 0.0) -> None:
-        await self._at_once(self._queue.release(self._dialect, owner, lanes, delay))
+    async def release(self, owner: str, lanes: Sequence[bytes], *, delay: float = 0.0, suspect: bool = False) -> None:
+        await self._at_once(self._queue.release(self._dialect, owner, lanes, delay, suspect=suspect))
 
     async def extend(self, owner: str, lanes: Sequence[bytes], lease: float) -> frozenset[bytes]:
         return await self._at_once(self._queue.extend(self._dialect, owner, lanes, lease))

@@ -432,7 +432,8 @@ WHERE lane = :lane AND owner = :owner
 -- name: queue_release
 WITH RECURSIVE place(at) AS (SELECT 1 UNION ALL SELECT at + 16 FROM place WHERE at + 16 < length(:lanes))
 UPDATE onceward_lanes
-SET owner = NULL, claims = max(0, claims - 1), state = 'ready', run_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now', :delay)
+SET owner = NULL, claims = max(0, claims - :forgiven), state = 'ready',
+    run_at = strftime('%Y-%m-%dT%H:%M:%fZ', 'now', :delay)
 WHERE lane IN (SELECT substr(:lanes, at, 16) FROM place) AND owner = :owner
 
 -- name: queue_extend

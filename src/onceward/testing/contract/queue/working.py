@@ -497,6 +497,58 @@ class WorkContract:
 
     # --- what people see ------------------------------------------------------------------------------------
 
+    @pytest.mark.parametrize("batch", [1, 50])
+    async def test_a_message_that_costs_its_connection_ends_as_a_dead_letter_and_its_neighbours_go_on(
+        self, lab: Lab, batch: int
+    ) -> None:
+        """Rules 12 and 14: a statement that kills the server's process is poison as one that kills ours."""
+        needs(lab, "network")
+        inbox, runs = await lab.inbox(retry=SOON), list[str]()
+
+        async def handle(message: Message[Any], tx: Any) -> None:
+            runs.append(message.id)
+            await lab.write(tx, message.id)
+            if message.id == "m3":
+                await lab.run(tx, "SELECT pg_terminate_backend(pg_backend_pid())")
+
+        messages = [lab.message(f"m{number}") for number in range(8)]
+        await inbox.accept(messages)
+
+        async def all_are_settled() -> bool:
+            return await lab.query("SELECT 1 FROM onceward_lanes LIMIT 1") == []
+
+        async with inbox.worker(handle, batch=batch, poll_interval=0.1) as worker:
+            await until(all_are_settled)
+            assert worker.running
+        record = await record_of(inbox, messages[3])
+        assert (record.state, record.attempts, record.started) == (State.DEAD, 0, SOON.max_attempts)
+        assert "lost its connection" in record.errors[-1].text
+        assert runs.count("m3") == SOON.max_attempts + 1, "the first time it may have been any of its neighbours"
+        assert await lab.effects() == [f"m{number}" for number in range(8) if number != 3]
+        others = "SELECT DISTINCT state, attempts, started FROM onceward_records WHERE message_id <> 'm3'"
+        assert await lab.query(others) == [("processed", 1, 0)]
+
+    async def test_a_connection_that_is_lost_counts_against_nobody(self, lab: Lab) -> None:
+        needs(lab, "network")
+        inbox, lost = await lab.inbox(retry=RetryPolicy(max_attempts=1)), list[str]()
+
+        async def handle(message: Message[Any], tx: Any) -> None:
+            await lab.write(tx, message.id)
+            if not lost:
+                lost.append(message.id)
+                await lab.run(tx, "SELECT pg_terminate_backend(pg_backend_pid())")
+
+        await inbox.accept([lab.message(f"m{number}") for number in range(5)])
+
+        async def all_are_done() -> bool:
+            return await lab.query("SELECT 1 FROM onceward_lanes LIMIT 1") == []
+
+        async with inbox.worker(handle, poll_interval=0.1):
+            await until(all_are_done)
+        rows = await lab.query("SELECT DISTINCT state, attempts, started FROM onceward_records")
+        assert rows == [("processed", 1, 0)]
+        assert len(await lab.effects()) == 5
+
     async def test_health_says_that_all_is_well(self, lab: Lab) -> None:
         inbox = await lab.inbox()
         assert (await inbox.health()).ok
