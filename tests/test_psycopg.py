@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from psycopg_pool import AsyncConnectionPool
 
-from onceward import Inbox, Message
+from onceward import Inbox, Message, RetryPolicy
 from onceward.errors import HandlerEndedTransaction, UsageError
 from onceward.psycopg import PsycopgStore
 from onceward.testing import PsycopgLab
@@ -99,3 +99,36 @@ def test_options_that_make_no_sense_are_refused() -> None:
     for options in ({}, {"dsn": "x", "second_connection": "no"}):
         with pytest.raises(UsageError):
             PsycopgStore(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.005, 0.03])
+async def test_a_block_that_a_failed_handler_left_open_costs_its_neighbours_nothing(
+    psycopg_lab: PsycopgLab, seconds: float
+) -> None:
+    """Its end is a RELEASE, which must not be said in their time."""
+    left: list[asyncio.Future[None]] = []
+
+    async def handle(message: Message[Any], tx: Any) -> None:
+        await psycopg_lab.write(tx, message.id)
+        if message.id == "m2" and len(left) < 3:
+
+            async def leave() -> None:
+                async with tx.transaction():
+                    await asyncio.sleep(seconds)
+
+            left.append(asyncio.ensure_future(leave()))
+            await asyncio.sleep(0.002)
+            raise ValueError("no")
+        await asyncio.sleep(0.01)
+
+    retry = RetryPolicy(max_attempts=5, base=0.01, cap=0.01)
+    async with await psycopg_lab.inbox(retry=retry) as inbox:
+        await inbox.accept([Message(f"m{number}", "order.paid", {}) for number in range(6)])
+        async with inbox.worker(handle, poll_interval=0.1) as worker, asyncio.timeout(20):
+            while await psycopg_lab.query("SELECT 1 FROM onceward_lanes LIMIT 1"):
+                await asyncio.sleep(0.02)
+            assert worker.running
+        others = "SELECT DISTINCT state, attempts, started FROM onceward_records WHERE message_id <> 'm2'"
+        assert await psycopg_lab.query(others) == [("processed", 1, 0)]
+        assert sorted(await psycopg_lab.effects()) == [f"m{number}" for number in range(6)]
+    await asyncio.gather(*left, return_exceptions=True)

@@ -53,14 +53,17 @@ class GuardedConnection(Guard):
 
     @asynccontextmanager
     async def transaction(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
-        """psycopg's own, which is a savepoint here."""
+        """psycopg's own, which is a savepoint here. While it is open somebody is about to say something: its end."""
         self.check()
+        self.running += 1
         try:
             async with self._connection.transaction(*args, **options) as block:
                 yield block
         except OutOfOrderTransactionNesting:
             self.broken = True  # psycopg has left this block as it is
             raise
+        finally:
+            self.running -= 1
 
     def __getattr__(self, name: str) -> Any:
         if name in _ENDS_TRANSACTION:
