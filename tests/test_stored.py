@@ -25,7 +25,7 @@ from onceward import (
     UsageError,
     events,
 )
-from onceward.testing import AiosqliteLab, Lab, PostgresLab, SqliteLab
+from onceward.testing import AiosqliteLab, Lab, SqliteLab
 from onceward.testing.contract.base import LATER, SOON, Longest
 from onceward.testing.contract.queue.base import at, drain, record_of, until
 from onceward.testing.lab import Gate, Recorder
@@ -361,28 +361,3 @@ class TestAiosqlite(Stored):
     @pytest.fixture
     def lab(self, aiosqlite_lab: AiosqliteLab) -> Lab:
         return aiosqlite_lab
-
-
-@pytest.mark.parametrize("lane", [None, "lane"])
-async def test_a_record_that_somebody_deleted_holds_up_its_own_lane_only(
-    postgres_lab: PostgresLab, lane: str | None
-) -> None:
-    """Workers must not end for it, nor others wait. (Where it may just be hidden from them, by row-level security, they
-    say so and leave its lane to others: tests/test_rights.py.)"""
-    inbox, handler = await postgres_lab.inbox(), Recorder(postgres_lab)
-    await inbox.accept([postgres_lab.message(id_) for id_ in ("before", "gone", "after")], lane=lane)
-    await inbox.accept([postgres_lab.message(f"other {number}") for number in range(3)])
-    await postgres_lab.query("DELETE FROM onceward_records WHERE message_id = 'gone'")
-    stop, expected = asyncio.Event(), {"before", "other 0", "other 1", "other 2"} | (set() if lane else {"after"})
-
-    async def handle(message: Message[Any], tx: Any) -> None:
-        await handler(message, tx)
-        if set(handler.runs) >= expected:
-            stop.set()
-
-    with pytest.warns(RuntimeWarning, match="has no record"):
-        await asyncio.wait_for(inbox.run(handle, stop=stop), 20)
-    assert await inbox.dispatch(handle) is None
-    assert sorted(handler.runs) == sorted(expected)
-    rows = await postgres_lab.query("SELECT state, run_at > now() + interval '20 seconds' FROM onceward_lanes")
-    assert rows == [("later", True)]

@@ -106,13 +106,19 @@ def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int) 
     ours = [row["lane"] for row in held.rows]
     found = yield dialect("queue_heads", {"lanes": b"".join(ours), "most": most})
     messages: list[Queued] = []
+    recordless: set[bytes] = set()
     for lane, rows in groupby(found.rows, key=itemgetter("lane_id")):
         heads = sorted(rows, key=itemgetter("rank", "seq"))
         tracks = yield from _tracks(dialect, lane, heads)
+        read = len(messages)
         for row, behind in _in_order(heads, tracks):
+            if row["type"] is None:  # what comes after one that cannot be read waits with it
+                if len(messages) == read:
+                    recordless.add(lane)
+                break
             queued = yield from _queued(dialect, lane, row, behind=behind)
             messages.append(queued)
-    return Taken(frozenset(ours), tuple(messages))
+    return Taken(frozenset(ours), tuple(messages), recordless=frozenset(recordless))
 
 
 def _tracks(dialect: Dialect, lane: bytes, heads: Sequence[Row]) -> Plan[dict[str, list[Row]]]:

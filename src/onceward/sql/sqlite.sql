@@ -340,11 +340,11 @@ FROM place
 CROSS JOIN onceward_pending p ON p.seq IN (
     SELECT seq FROM onceward_pending WHERE lane = substr(:lanes, place.at, 16) AND NOT aside
     ORDER BY rank, seq LIMIT :most)
-CROSS JOIN onceward_records r ON r.identity = p.identity
+LEFT JOIN onceward_records r ON r.identity = p.identity
 
 -- name: queue_track
 SELECT p.seq, p.rank, p.track, p.position AS place, p.due, p.aside, strftime('%Y-%m-%dT%H:%M:%fZ', 'now') AS now, r.*
-FROM onceward_pending p JOIN onceward_records r ON r.identity = p.identity
+FROM onceward_pending p LEFT JOIN onceward_records r ON r.identity = p.identity
 WHERE p.lane = :lane AND p.track = :track
 ORDER BY p.position, p.seq LIMIT :most
 

@@ -549,6 +549,32 @@ class WorkContract:
         assert rows == [("processed", 1, 0)]
         assert len(await lab.effects()) == 5
 
+    @pytest.mark.parametrize("batch", [1, 50])
+    @pytest.mark.parametrize("lane", [None, "lane"])
+    async def test_a_record_that_somebody_deleted_holds_up_its_own_lane_only(
+        self, lab: Lab, lane: str | None, batch: int
+    ) -> None:
+        """Workers must not end for it, nor spin, nor others wait."""
+        inbox, handler = await lab.inbox(), Recorder(lab)
+        await inbox.accept([lab.message(id_) for id_ in ("before", "gone", "after")], lane=lane)
+        await inbox.accept([lab.message(f"other {number}") for number in range(3)])
+        await lab.query("DELETE FROM onceward_records WHERE message_id = 'gone'")
+        expected = {"before", "other 0", "other 1", "other 2"} | (set() if lane else {"after"})
+
+        async def only_it_is_left() -> bool:
+            async with inbox._settler.plain_unit() as unit:
+                due = await unit.due_in(inbox.consumer)
+            return set(handler.runs) >= expected and due is not None and due > 20
+
+        async def work() -> None:
+            async with inbox.worker(handler, batch=batch) as worker:
+                await until(only_it_is_left)
+                assert worker.running
+
+        with pytest.warns(RuntimeWarning, match="has no record"):
+            await work()
+        assert sorted(handler.runs) == sorted(expected)
+
     async def test_health_says_that_all_is_well(self, lab: Lab) -> None:
         inbox = await lab.inbox()
         assert (await inbox.health()).ok
