@@ -4,14 +4,14 @@ message still has its own transaction, and lanes that are not worked on after al
 from __future__ import annotations
 
 import asyncio
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from onceward import Inbox, Message, RetryPolicy
 from onceward.pace import AHEAD, LONG, Pace
-from onceward.queue import Claiming, Spare
+from onceward.queue import Begun, Claiming, Spare
+from onceward.spares import Spares
 from onceward.testing import PostgresLab
 from tests.test_queue_trips import Counted, claimed, message, run_until
 
@@ -117,22 +117,57 @@ async def test_lanes_that_were_claimed_ahead_are_given_back_at_once(postgres_lab
         assert await all_states(postgres_lab) == [("processed", 1, 0)]
 
 
-async def test_lanes_that_would_have_to_wait_for_long_are_given_back(
+async def test_lanes_do_not_wait_behind_a_slow_handler_and_nobody_suspects_them(
     postgres_lab: PostgresLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A handler that takes its time holds up its own lane only: the others can be had after its turn."""
-    monkeypatch.setattr("onceward.crew.SPARE_FOR", 0.0)
-    left: list[int] = []
-
-    async def handle(_one: Message[Any], _tx: Any) -> None:
-        left.append(await spare_lanes(postgres_lab))
-
+    """They go back while it runs. When their claim runs out they would look like those of a dead worker."""
+    monkeypatch.setattr("onceward.spares.SPARE_FOR", 0.1)
     async with await postgres_lab.inbox() as inbox:
         await inbox.accept([message(number) for number in range(MANY)])
-        assert len(set(await run_until(inbox, handle, MANY))) == MANY
-    assert any(left), "nothing was claimed ahead"
-    assert not any(before and after for before, after in pairwise(left)), "they were kept"
-    assert await claimed(postgres_lab) == []
+        stop = asyncio.Event()
+        worker, gate, runs, spares = await waits_with_spares(postgres_lab, inbox, stop)
+        assert spares > 0
+        async with asyncio.timeout(20):
+            while await spare_lanes(postgres_lab):
+                await asyncio.sleep(0.01)
+        assert await postgres_lab.query("SELECT max(claims) FROM onceward_lanes WHERE owner IS NULL") == [(0,)]
+        others = await postgres_lab.inbox()
+        taken: list[str] = []
+
+        async def handle(one: Message[Any], tx: Any) -> None:
+            taken.append(one.id)
+            await postgres_lab.write(tx, one.id)
+
+        while await others.dispatch(handle) is not None:
+            pass
+        assert len(taken) == MANY - len(runs)
+        stop.set()
+        gate.set()
+        await worker
+        assert sorted(await postgres_lab.effects()) == sorted(f"m{number}" for number in range(MANY))
+        assert await all_states(postgres_lab) == [("processed", 1, 0)]
+
+
+async def test_who_is_told_to_stop_begins_no_lane_of_a_dead_worker(postgres_lab: PostgresLab) -> None:
+    stop, after = asyncio.Event(), list[str]()
+
+    async def handle(one: Message[Any], _tx: Any) -> None:
+        if stop.is_set():
+            after.append(one.id)
+        if one.payload["n"] >= 28:
+            stop.set()
+
+    async with await postgres_lab.inbox() as inbox:
+        await inbox.accept([message(number) for number in range(68)])
+        await postgres_lab.query(
+            "UPDATE onceward_lanes SET owner = 'dead', claims = 1, state = 'running', until = now() - interval '1 s', "
+            "run_at = clock_timestamp() WHERE lane IN "
+            "(SELECT identity FROM onceward_records WHERE substr(message_id, 2)::int >= 28)"
+        )
+        await inbox.run(handle, stop=stop, batch=1)
+        assert after == []
+        left = await postgres_lab.query("SELECT DISTINCT claims, until < now() FROM onceward_lanes ORDER BY 1")
+        assert left in ([(1, None)], [(1, True)], [(1, None), (1, True)], [(1, True), (1, None)]), "still suspect"
 
 
 async def test_one_that_fails_or_cannot_begin_keeps_no_spare_lane_from_its_turn(
@@ -152,7 +187,8 @@ async def test_one_that_fails_or_cannot_begin_keeps_no_spare_lane_from_its_turn(
     retry = RetryPolicy(max_attempts=3, base=0.01, cap=0.01)
     async with await postgres_lab.inbox(retry=retry) as inbox:
         await inbox.accept([message(number) for number in range(MANY)])
-        await run_until(inbox, handle, MANY + 6)
+        async with asyncio.timeout(2.9):  # and not when their claims are over
+            await run_until(inbox, handle, MANY + 6)
         assert await claimed(postgres_lab) == []
         assert sorted(await postgres_lab.effects()) == sorted(f"m{number}" for number in range(MANY))
         rows = await postgres_lab.query("SELECT attempts, started, count(*) FROM onceward_records GROUP BY 1, 2")
@@ -243,6 +279,18 @@ async def test_a_leased_handler_keeps_no_spare_lanes(postgres_lab: PostgresLab) 
         async with asyncio.timeout(20):
             await inbox.run(stop=stop, batch=1)
     assert held == [1, 1, 1], "its own lane, and no other"
+
+
+async def test_what_a_turn_was_to_begin_with_is_given_back_where_it_could_not() -> None:
+    async def never(_owner: str, _lanes: list[bytes]) -> None:
+        raise AssertionError("there was time enough")
+
+    spares, claiming = Spares(never), Claiming("billing", "me", 3, 1, 3.0, in_turn=1)
+    spares.went_on(claiming, Begun([b"1"], spare=[Spare(b"2", "(0,2)"), Spare(b"3", "(0,3)")]))
+    following = spares.next(claiming, 1)
+    assert following is not None
+    assert [one.lane for one in following.spare] == [b"2"]
+    assert await spares.end() == [b"2", b"3"]
 
 
 # --- how many --------------------------------------------------------------------------------------------------------

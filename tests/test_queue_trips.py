@@ -530,6 +530,53 @@ async def test_what_was_claimed_ahead_is_given_back_when_a_worker_is_cancelled(
         assert len(await postgres_lab.effects()) == 2 * turn
 
 
+async def test_what_was_claimed_for_a_turn_whose_connection_is_lost_is_given_back_at_once(
+    postgres_lab: PostgresLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session that knew what it had claimed is gone."""
+    takes, run = 0, AsyncpgSession._run
+
+    async def lost(session: AsyncpgSession, statement: Statement) -> Any:
+        nonlocal takes
+        if "onceward_take" in statement.sql:
+            takes += 1
+            if takes in {1, 5}:
+                session._connection.terminate()
+        return await run(session, statement)
+
+    async with await postgres_lab.inbox() as inbox:
+        await inbox.accept([message(number) for number in range(30)])
+        monkeypatch.setattr(AsyncpgSession, "_run", lost)
+        async with inbox.worker(nothing, batch=1), asyncio.timeout(2.5):  # and not when the claims are over
+            while await postgres_lab.query("SELECT 1 FROM onceward_lanes LIMIT 1"):
+                await asyncio.sleep(0.02)
+        rows = await postgres_lab.query("SELECT DISTINCT state, attempts, started FROM onceward_records")
+        assert rows == [("processed", 1, 0)]
+    assert takes > 5
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("cached", [0, 100])
+async def test_with_on_begin_each_lane_has_a_transaction_of_its_own(
+    postgres_lab: PostgresLab, batch: int, cached: int
+) -> None:
+    whose: dict[int, set[str]] = {}
+
+    async def begin(_tx: Any, _message: Message[Any]) -> None: ...
+
+    async def handle(one: Message[Any], tx: Any) -> None:
+        whose.setdefault(await tx.fetchval("SELECT txid_current()"), set()).add(one.id)
+
+    store = postgres_lab.store(statement_cache_size=cached)
+    async with await postgres_lab.inbox(store=store, on_begin=begin) as inbox:
+        await inbox.accept([message(number) for number in range(10)])
+        async with inbox.worker(handle, batch=batch) as worker, asyncio.timeout(20):
+            while await postgres_lab.query("SELECT 1 FROM onceward_lanes LIMIT 1"):
+                await asyncio.sleep(0.02)
+            assert worker.running
+    assert sorted(map(sorted, whose.values())) == [[f"m{number}"] for number in range(10)]
+
+
 async def test_what_somebody_has_deleted_can_be_accepted_again(postgres_lab: PostgresLab) -> None:
     async with await postgres_lab.inbox() as inbox:
         await inbox.accept([message(1), message(2)])

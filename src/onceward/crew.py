@@ -22,18 +22,17 @@ from onceward.handlers import BulkHandler
 from onceward.lease import run_leased
 from onceward.outcome import Kind, Outcome
 from onceward.pace import Pace
-from onceward.queue import Begun, Claiming, QueueUnit, Share, Spare, Taken
+from onceward.queue import Begun, Claiming, QueueUnit, Share, Taken
 from onceward.settle import CONFLICTS, Settler
 from onceward.shield import finish
 from onceward.slot import Settings, Slot
+from onceward.spares import Spares
 from onceward.store import Conflict
 from onceward.turn import CROWDED_PAUSE, Again, Ahead, Care, Limits, Turn
 from onceward.wake import Bell
 
 CLAIM_LEASE = 3.0
 """Seconds between the claim of a lane and the moment when others may have it, unless its turn has begun."""
-SPARE_FOR = CLAIM_LEASE / 3
-"""Seconds after which lanes that were claimed ahead are given back."""
 LARGEST = 500
 """Messages that a worker takes at once, at most, unless told otherwise: more than that gains nothing."""
 ROUND = 0.1
@@ -57,29 +56,6 @@ class Step(msgspec.Struct):
     """Seconds until a lane is due, when none was claimed."""
     told: bool = False
     """The pace knows of it."""
-
-
-class Spares:
-    """Lanes that were claimed for turns after the one that has begun, by one owner."""
-
-    def __init__(self) -> None:
-        self._left: list[Spare] = []
-        self.deadline = 0.0
-        """They are to be worked on by then, or given back: others could have them soon."""
-
-    @property
-    def lanes(self) -> list[bytes]:
-        return [one.lane for one in self._left]
-
-    def next(self, claiming: Claiming, lanes: int) -> Claiming | None:
-        """How a turn with some of them begins; they stay here until it has begun."""
-        return msgspec.structs.replace(claiming, spare=tuple(self._left[:lanes])) if self._left else None
-
-    def went_on(self, claiming: Claiming, begun: Begun) -> None:
-        if claiming.spare:
-            self._left = self._left[len(claiming.spare) :]
-        else:
-            self._left, self.deadline = list(begun.spare), monotonic() + SPARE_FOR
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,12 +136,12 @@ class Crew:
         """
         self.last_step = began = monotonic()
         step, leased, begun = Step(self._claiming(options, pace)), None, None
-        spares = Spares()
+        spares = Spares(self._give_back_elsewhere)
 
         def ask(turn: Turn) -> Claiming | None:
             if goes_on is None or self.closed or self._left or not goes_on():
                 return None
-            if monotonic() > (spares.deadline if spares.lanes else began + ROUND):
+            if not spares and monotonic() - began > ROUND:
                 return None
             step.told = True
             pace.went(len(step.claimed), turn.messages, full=turn.full, again=turn.care is not Care.OPTIMISTIC)
@@ -175,11 +151,12 @@ class Crew:
             async with self._settler.plain_unit() as unit:
                 await self._give_back_left(unit)
                 await self._wake_overdue(unit)
-                ahead = Ahead(ask) if unit.goes_on else None
+                # With on_begin each lane has a transaction of its own, and the next may be another tenant's.
+                ahead = Ahead(ask) if unit.goes_on and self._settings.on_begin is None else None
                 try:
                     while True:
                         pace.begin()
-                        leased = await self._claim(unit, step, begun, options, ahead)
+                        leased = await self._claim(unit, step, begun, options, ahead, goes_on=goes_on)
                         if step.claimed and not step.told:
                             pace.went(len(step.claimed), len(step.slots), full=step.full, again=step.again)
                         if ahead is None or ahead.found is None:
@@ -190,8 +167,7 @@ class Crew:
                         pace.found(len(begun.claimed) + len(begun.spare), claiming)
                         step, self.last_step = Step(claiming), monotonic()
                 finally:
-                    if spares.lanes:
-                        await finish(self._give_back(unit, step.claiming.owner, spares.lanes))
+                    await finish(self._give_back_spares(unit, step.claiming.owner, spares))
         except BaseException:
             if leased is not None:
                 await finish(self._put_off(step.claiming.owner, leased))
@@ -212,7 +188,14 @@ class Crew:
         )  # fmt: skip
 
     async def _claim(
-        self, unit: QueueUnit[Any], step: Step, begun: Begun | None, options: Options, ahead: Ahead | None
+        self,
+        unit: QueueUnit[Any],
+        step: Step,
+        begun: Begun | None,
+        options: Options,
+        ahead: Ahead | None,
+        *,
+        goes_on: Callable[[], bool] | None,
     ) -> Slot | None:
         """What was claimed, now or ahead of this, is worked on or given back, whatever happens."""
         claiming, found = step.claiming, [] if begun is None else [begun]
@@ -227,7 +210,7 @@ class Crew:
             if not step.claimed:
                 step.due = await unit.due_in(self.consumer, options.share)
                 return None
-            return await self._turns(unit, step, found[0], options, ahead)
+            return await self._turns(unit, step, found[0], options, ahead, goes_on=goes_on)
         except SystemExit:
             raise  # a handler ends the process: as any crash, so that one which always does is found out
         except BaseException as error:
@@ -262,17 +245,27 @@ class Crew:
                 await unit.release(owner, [slot.queued.lane], delay=delay)
 
     async def _turns(
-        self, unit: QueueUnit[Any], step: Step, begun: Begun, options: Options, ahead: Ahead | None
+        self,
+        unit: QueueUnit[Any],
+        step: Step,
+        begun: Begun,
+        options: Options,
+        ahead: Ahead | None,
+        *,
+        goes_on: Callable[[], bool] | None,
     ) -> Slot | None:
         """What is settled goes into the step; what is to be run with a lease comes back."""
         leased: Slot | None = None
-        later: list[bytes] = []  # one lease at a time
+        later: list[bytes] = []  # for others: one lease at a time, and who is told to stop begins nothing more
         owner, groups = step.claiming.owner, self._groups(begun.lanes, step.claiming.most)
         turn_of = partial(
             Turn, unit, owner, self._settings, given=options.given, bulk=options.bulk, limits=self.limits
         )  # fmt: skip
         last = None if begun.suspects or len(groups) != 1 else ahead  # only what ends all of this may go on
-        for lanes, number in groups:
+        for at, (lanes, number) in enumerate(groups):
+            if at and goes_on is not None and not goes_on():
+                later += lanes
+                continue
             for turn, slots in await self._together(turn_of, lanes, number, begun.taken, last):
                 step.slots += slots
                 step.full = step.full or turn.full
@@ -281,8 +274,8 @@ class Crew:
                     leased = turn.leased
                 elif turn.leased is not None:
                     later.append(turn.leased.queued.lane)
-        for lane in begun.suspects:
-            if leased is not None:
+        for at, lane in enumerate(begun.suspects):
+            if leased is not None or ((groups or at) and goes_on is not None and not goes_on()):
                 later.append(lane)
                 continue
             alone, slots = await self._alone(unit, owner, lane, turn_of)
@@ -382,6 +375,19 @@ class Crew:
             await unit.release(owner, lanes, suspect=suspect)
         except Exception:  # noqa: BLE001 - the database is away: when it is back, or when the claim is over
             self._left.append((owner, lanes, suspect))
+
+    async def _give_back_spares(self, unit: QueueUnit[Any], owner: str, spares: Spares) -> None:
+        lanes = await spares.end()
+        if lanes:
+            await self._give_back(unit, owner, lanes)
+
+    async def _give_back_elsewhere(self, owner: str, lanes: list[bytes]) -> None:
+        """Through another connection: ours is in a turn."""
+        try:
+            async with self._settler.plain_unit() as unit:
+                await unit.release(owner, lanes)
+        except Exception:  # noqa: BLE001 - the database is away, or the pool has no other: when there is one
+            self._left.append((owner, lanes, False))
 
     async def _give_back_left(self, unit: QueueUnit[Any]) -> None:
         while self._left:

@@ -15,7 +15,7 @@ LONG = 0.5
 """Seconds. After a turn that took longer, the next one is smaller; after a quick one that was full it is larger."""
 
 
-AHEAD = 16
+AHEAD = 8
 """Messages that the turns of one claim may come to, where it is for more than one."""
 
 

@@ -401,15 +401,16 @@ SELECT onceward_claim(
     :consumer::text, :owner::text, :most::int, :lease::float8, :since::timestamptz, :shares::bigint, :number::bigint,
     :hints::text::tid[])
 
--- What was claimed for a turn that could not begin.
+-- What was claimed for a turn that could not begin. Nobody knows yet what it was, and the session that knew may be gone;
+-- but what was due first was claimed first.
 -- name: queue_release_claimed
 UPDATE onceward_lanes
 SET owner = NULL, until = NULL, claims = greatest(0, claims - 1), state = 'ready', run_at = clock_timestamp()
 WHERE owner = :owner::text AND ctid = ANY (ARRAY (
-    SELECT unnest(nullif(current_setting('onceward.claimed', true), '')::tid[])
-    UNION ALL
-    SELECT s.ctid FROM onceward_lanes s
-    WHERE s.lane = ANY (nullif(current_setting('onceward.suspect', true), '')::uuid[])))
+    SELECT first.place FROM (
+        SELECT ctid AS place, owner FROM onceward_lanes
+        WHERE consumer = :consumer::text AND run_at IS NOT NULL ORDER BY run_at LIMIT 10000) first
+    WHERE first.owner = :owner::text))
 
 -- name: queue_open_claimed
 SELECT onceward_open(:owner::text, :at::text::tid[], :number::int)

@@ -125,8 +125,8 @@ def take_spare(dialect: Dialect, wanted: Claiming) -> Plan[Begun]:
     return Begun(list(taken.lanes), (), taken)
 
 
-def release_claimed(dialect: Dialect, owner: str) -> Plan[None]:
-    yield dialect("queue_release_claimed", {"owner": owner})
+def release_claimed(dialect: Dialect, wanted: Claiming) -> Plan[None]:
+    yield dialect("queue_release_claimed", {"consumer": wanted.consumer, "owner": wanted.owner})
 
 
 def take_lanes(dialect: Dialect, owner: str, lanes: Sequence[bytes], most: int, *, opened: bool) -> Plan[Taken]:

@@ -71,7 +71,7 @@ class QueueVerbs(PlanUnit[Tx]):
         try:
             return await self._unless_empty(await self._opened(plan))
         except Exception:
-            await self._give_up_claim(claiming.owner)
+            await self._give_up_claim(claiming)
             raise
 
     def _plan_turn(self, claiming: Claiming) -> Plan[Begun]:
@@ -93,10 +93,12 @@ class QueueVerbs(PlanUnit[Tx]):
             await self.rollback()
         return begun
 
-    async def _give_up_claim(self, owner: str) -> None:
+    async def _give_up_claim(self, claiming: Claiming) -> None:
         await self.rollback()
+        if claiming.spare:
+            return  # who has it knows which lanes they are
         with suppress(Exception):  # the claim is over in a moment; what went wrong first is what to tell
-            await self._at_once(self._queue.release_claimed(self._dialect, owner))
+            await self._at_once(self._queue.release_claimed(self._dialect, claiming))
 
     def to_its_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         return self._session.to_its_end(work)
@@ -159,14 +161,14 @@ class QueueVerbs(PlanUnit[Tx]):
         except Exception as error:
             if not await self._committed(closing.xid, error):
                 raise
-            await self._give_up_claim(then.owner)
+            await self._give_up_claim(then)
             return None
         try:
             begun = await self._say(plan)
             self._placed = self._unused = True
             return await self._unless_empty(begun)
         except Exception:  # noqa: BLE001 - what was committed stands; who begins the next turn will hear of it
-            await self._give_up_claim(then.owner)
+            await self._give_up_claim(then)
             return None
 
     async def _committed(self, xid: str | None, error: Exception) -> bool:
