@@ -97,7 +97,8 @@ class Slot(msgspec.Struct, eq=False):
     # --- what becomes of it ---------------------------------------------------------------------------------
 
     def succeed(self, result: Any, kind: Kind = Kind.PROCESSED) -> None:
-        self.outcome = Outcome(kind, result=result, attempts=self.attempts, duration_ms=self.duration_ms)
+        # kind, result, mismatch, error, retry_at, record, attempts, duration_ms: with names it takes four times as long
+        self.outcome = Outcome(kind, result, False, None, None, None, self.attempts, self.duration_ms)  # noqa: FBT003
 
     def fail(self, error: Exception, settings: Settings) -> LaneEnd | None:
         """Dead, or tried again after a delay. How its lane goes on; None: with the next message."""

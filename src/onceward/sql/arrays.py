@@ -12,7 +12,7 @@ _QUOTED = str.maketrans({"\\": "\\\\", '"': '\\"'})
 def array(values: Sequence[Any]) -> str | None:
     """Texts, numbers and times. None where there is nothing in it."""
     first, number = values[0] if values else None, len(values)
-    if (first is None or type(first) is str) and values.count(first) == number:  # all have the same, or none has any
+    if (first is None or type(first) in (str, float)) and values.count(first) == number:  # all the same, or none
         return None if first is None else f"{{{','.join([_item(first)] * number)}}}"
     if type(first) is str and None not in values:  # all at once, where nothing needs an escape
         texts = '","'.join(values)
