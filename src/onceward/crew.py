@@ -33,8 +33,8 @@ from onceward.wake import Bell
 
 CLAIM_LEASE = 3.0
 """Seconds between the claim of a lane and the moment when others may have it, unless its turn has begun."""
-LARGEST = 500
-"""Messages that a worker takes at once, at most, unless told otherwise: more than that gains nothing."""
+LARGEST = 1_000
+"""Messages that a worker takes at once, at most, unless told otherwise: more gain little."""
 ROUND = 0.1
 """Seconds for which a worker goes on with the same connection: then others may have it."""
 OVERDUE_EVERY = 1.0
