@@ -293,6 +293,23 @@ async def test_what_a_turn_was_to_begin_with_is_given_back_where_it_could_not() 
     assert await spares.end() == [b"2", b"3"]
 
 
+async def test_nothing_is_given_back_where_all_are_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onceward.spares.SPARE_FOR", 0.0)
+    given: list[list[bytes]] = []
+
+    async def give_back(_owner: str, lanes: list[bytes]) -> None:
+        given.append(lanes)
+
+    spares, claiming = Spares(give_back), Claiming("billing", "me", 2, 1, 3.0, in_turn=1)
+    spares.went_on(claiming, Begun([b"1"], spare=[Spare(b"2", "(0,2)")]))
+    following = spares.next(claiming, 1)
+    assert following is not None
+    spares.went_on(following, Begun([b"2"]))
+    await asyncio.sleep(0.01)
+    assert await spares.end() == []
+    assert given == []
+
+
 # --- how many --------------------------------------------------------------------------------------------------------
 
 

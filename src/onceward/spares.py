@@ -49,7 +49,8 @@ class Spares:
             self._timer = asyncio.get_running_loop().call_later(SPARE_FOR, self._too_long)
 
     def _too_long(self) -> None:
-        self._giving = asyncio.ensure_future(self._give_back(self._owner, self._take()))
+        if self._left:
+            self._giving = asyncio.ensure_future(self._give_back(self._owner, self._take()))
 
     def _take(self) -> list[bytes]:
         lanes = [one.lane for one in self._left]
