@@ -36,6 +36,14 @@ async def all_states(lab: PostgresLab) -> list[tuple[Any, ...]]:
     return sorted(await lab.query("SELECT DISTINCT state, attempts, started FROM onceward_records"))
 
 
+async def all_done(lab: PostgresLab, worker: asyncio.Future[None], stop: asyncio.Event) -> None:
+    async with asyncio.timeout(20):
+        while len(await lab.effects()) < MANY:
+            await asyncio.sleep(0.01)
+    stop.set()
+    await worker
+
+
 async def waits_with_spares(lab: PostgresLab, inbox: Inbox[Any], stop: asyncio.Event, **options: Any) -> Any:
     """A worker in a handler that waits for `gate`, with lanes claimed ahead; and how many those are."""
     gate, reached, runs = asyncio.Event(), asyncio.Event(), list[str]()
@@ -218,11 +226,7 @@ async def test_a_worker_that_woke_up_too_late_has_lost_its_spare_lanes(postgres_
                 pass
         assert len(taken) == MANY - len(runs) >= spares
         gate.set()
-        async with asyncio.timeout(20):
-            while len(await postgres_lab.effects()) < MANY:
-                await asyncio.sleep(0.01)
-        stop.set()
-        await worker
+        await all_done(postgres_lab, worker, stop)
         assert sorted(await postgres_lab.effects()) == sorted(f"m{number}" for number in range(MANY))
         assert not set(taken) & set(runs)
 
@@ -238,11 +242,7 @@ async def test_a_row_that_has_moved_is_found_when_its_claim_is_over(postgres_lab
             "SELECT ctid FROM onceward_lanes WHERE owner IS NOT NULL FOR NO KEY UPDATE SKIP LOCKED))"
         )
         gate.set()
-        async with asyncio.timeout(20):
-            while len(await postgres_lab.effects()) < MANY:
-                await asyncio.sleep(0.01)
-        stop.set()
-        await worker
+        await all_done(postgres_lab, worker, stop)
         assert len(runs) == len(set(runs)) == MANY
         assert await claimed(postgres_lab) == []
 
@@ -340,11 +340,11 @@ def test_what_does_not_fill_a_claim_is_not_taken_ahead(monkeypatch: pytest.Monke
     clock, pace = Clock(monkeypatch), Pace(1)
     assert [clock.turn(pace, 0.001) for _ in range(4)][-1] == AHEAD
     asked = Claiming("billing", "me", AHEAD, 1, 3.0, in_turn=1)
-    pace.found(AHEAD, asked)
+    pace.claimed(AHEAD, asked)
     assert pace.ahead == AHEAD
-    pace.found(1, Claiming("billing", "me", AHEAD, 1, 3.0, spare=(Spare(b"", "(0,1)"),)))
+    pace.claimed(1, Claiming("billing", "me", AHEAD, 1, 3.0, spare=(Spare(b"", "(0,1)"),)))
     assert pace.ahead == AHEAD
-    pace.found(AHEAD - 1, asked)
+    pace.claimed(AHEAD - 1, asked)
     assert pace.ahead == 1
 
 

@@ -577,6 +577,23 @@ async def test_with_on_begin_each_lane_has_a_transaction_of_its_own(
     assert sorted(map(sorted, whose.values())) == [[f"m{number}"] for number in range(10)]
 
 
+async def test_with_on_begin_who_is_told_to_stop_begins_no_other_lane(postgres_lab: PostgresLab) -> None:
+    stop, runs = asyncio.Event(), list[bool]()
+
+    async def begin(_tx: Any, _message: Message[Any]) -> None: ...
+
+    async def handle(_message: Message[Any]) -> None:
+        runs.append(stop.is_set())
+        if len(runs) == 6:  # the first claims are for one lane, and for four
+            stop.set()
+
+    async with await postgres_lab.inbox(on_begin=begin) as inbox:
+        await inbox.accept([message(number) for number in range(30)])
+        await inbox.run(handle, stop=stop)
+        assert runs == [False] * 6
+        assert await claimed(postgres_lab) == []
+
+
 async def test_what_somebody_has_deleted_can_be_accepted_again(postgres_lab: PostgresLab) -> None:
     async with await postgres_lab.inbox() as inbox:
         await inbox.accept([message(1), message(2)])

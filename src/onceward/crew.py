@@ -164,7 +164,7 @@ class Crew:
                         self._tell(step.slots)
                         (claiming, begun), ahead.found = ahead.found, None
                         spares.went_on(claiming, begun)
-                        pace.found(len(begun.claimed) + len(begun.spare), claiming)
+                        pace.claimed(len(begun.claimed) + len(begun.spare), claiming)
                         step, self.last_step = Step(claiming), monotonic()
                 finally:
                     await finish(self._give_back_spares(unit, step.claiming.owner, spares))

@@ -50,7 +50,7 @@ class Pace:
     def went(self, lanes: int, messages: int, *, full: bool, again: bool) -> None:
         """What there was in a turn. `full`: as much as was asked for; `again`: it had to be done a second time."""
         full, seconds = full or lanes >= self.lanes, monotonic() - self._began
-        self._found(lanes, messages)
+        self._fit_depth(lanes, messages)
         if seconds > LONG or again:  # where some fail, little is done again
             self.size = max(1, self.size // 2)
         elif full and seconds < LONG / 4:
@@ -64,12 +64,12 @@ class Pace:
         elif seconds * self._turns < LONG / 16:
             self._turns = max(1, min(AHEAD // self.size, self._turns * 2))
 
-    def found(self, lanes: int, claiming: Claiming) -> None:
+    def claimed(self, lanes: int, claiming: Claiming) -> None:
         """What a claim came to. Where there was less than was asked for, the others have nothing to do."""
         if not claiming.spare and lanes < claiming.lanes:
             self._turns = 1
 
-    def _found(self, lanes: int, messages: int) -> None:
+    def _fit_depth(self, lanes: int, messages: int) -> None:
         if messages >= lanes * self._depth:
             if self._pause:
                 self._pause -= 1
