@@ -14,10 +14,10 @@ help: ## Show this list
 demo: $(VENV)/demo.stamp ## A shop, a broker that repeats itself, workers that get killed: then the audit
 	@$(BIN)/python -m onceward.demo
 
-test: $(VENV)/dev.stamp $(VENV)/postgres.stamp $(VENV)/pgbouncer.stamp ## All tests, on SQLite and a throwaway PostgreSQL
+test: $(VENV)/dev.stamp $(VENV)/postgres.stamp $(VENV)/pgbouncer.stamp $(VENV)/valkey.stamp ## All tests, on SQLite and throwaway servers
 	@$(BIN)/python -m pytest -n $(WORKERS)
 
-test-fast: $(VENV)/dev.stamp $(VENV)/postgres.stamp $(VENV)/pgbouncer.stamp ## The inner loop: stop at the first failure, leave out the slow ones
+test-fast: $(VENV)/dev.stamp $(VENV)/postgres.stamp $(VENV)/pgbouncer.stamp $(VENV)/valkey.stamp ## The inner loop: stop at the first failure, leave out the slow ones
 	@$(BIN)/python -m pytest -x -q -m "not slow"
 
 bench: $(VENV)/bench.stamp $(VENV)/postgres.stamp ## What it costs, beside hand-written code and others (ARGS=--quick)
@@ -64,4 +64,8 @@ $(VENV)/postgres.stamp: tests/services/postgres.py | $(VENV)/dev.stamp
 
 $(VENV)/pgbouncer.stamp: tests/services/pgbouncer.py | $(VENV)/dev.stamp
 	@$(BIN)/python -m tests.services.pgbouncer ensure
+	@touch $@
+
+$(VENV)/valkey.stamp: tests/services/valkey.py | $(VENV)/dev.stamp
+	@$(BIN)/python -m tests.services.valkey ensure
 	@touch $@

@@ -25,6 +25,8 @@ from bench import (
     latency,
     peers,
     postgres,
+    redis_,
+    redis_admin,
     report,
     single,
 )
@@ -45,8 +47,10 @@ QUESTIONS: dict[str, Question] = {
     "latency": latency.stages,
     "growth": growth.stages,
     "stored-sqlite": embedded_queue.stages,
+    "redis": redis_.stages,
+    "redis-admin": redis_admin.stages,
 }
-WITHOUT_POSTGRES = {"sqlite", "events", "stored-sqlite"}
+WITHOUT_POSTGRES = {"sqlite", "events", "stored-sqlite", "redis", "redis-admin"}
 
 EXAMPLES = """examples:
   make bench                                     all questions, about half an hour

@@ -216,8 +216,8 @@ class Ground:
                 upto = min(number, self._filled + STEP)
                 await connection.execute(sql, self._filled + 1, upto, *more)
                 self._filled = upto
-            for table in TABLES:
-                await connection.execute(f"VACUUM ANALYZE onceward_{table}")
+            for table in TABLES:  # the indexes too, which VACUUM leaves alone where little is gone
+                await connection.execute(f"VACUUM (ANALYZE, INDEX_CLEANUP ON) onceward_{table}")
         finally:
             await connection.close()
 
@@ -320,6 +320,8 @@ async def blocked_ahead(world: World, found: Situations, numbers: Iterable[int])
 
 
 async def pending(world: World, found: Situations, numbers: Iterable[int]) -> None:
+    """What is worked on was there before VACUUM, in all of these lines: on a page that VACUUM has seen, the first write
+    has to say so in the visibility map, which is a buffer more for a message, however many there are."""
     found.begin()
     async with ground(world.postgres_dsn, found.number(10_000)) as place:
         for number in numbers:
@@ -345,7 +347,7 @@ async def grown(world: World) -> AsyncGenerator[Facts, None]:
     await processed(world, found, map(found.number, (10_000, 100_000, 1_000_000, 5_000_000)))
     await blocked_beside(world, found, map(found.number, (0, 1_000, 10_000, 100_000)))
     await blocked_ahead(world, found, map(found.number, (0, 1_000, 10_000, 100_000)))
-    await pending(world, found, map(found.number, (0, 1_000_000)))
+    await pending(world, found, map(found.number, (5_000, 100_000, 1_000_000)))
     await remains(world, found, map(found.number, (0, 10_000, 100_000)))
     yield Facts(
         question="growth",

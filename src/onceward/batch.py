@@ -16,7 +16,7 @@ from datetime import timedelta
 from itertools import chain, groupby
 from operator import attrgetter
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -26,6 +26,7 @@ from onceward.errors import (
     HandlerEndedTransaction,
     HandlerNotFound,
     InvalidMessage,
+    LeaseLost,
     PayloadMismatch,
     StoreError,
     TryLater,
@@ -39,7 +40,8 @@ from onceward.message import Message
 from onceward.outcome import Kind, Outcome
 from onceward.retry import RetryPolicy
 from onceward.settle import CONFLICTS, Settler
-from onceward.store import Conflict, Done, Unit
+from onceward.severally import Severally
+from onceward.store import Conflict, Done, LeaseUnit, Unit
 from onceward.together import HookFailed, Lanes, Segment, Slot, busy, comes_again, settle_done
 
 Tx = TypeVar("Tx")
@@ -297,6 +299,8 @@ class Batcher(Generic[Tx]):
             except TryLater as later:
                 _unsettle(part)
                 _give_up(part, lanes, busy(later))
+            except LeaseLost as lost:
+                _give_up(part, lanes, Outcome(Kind.BUSY, error=lost))
             except HookFailed as failed:
                 _give_up(part, lanes, Outcome(Kind.FAILED, error=failed.__cause__))
             else:
@@ -306,7 +310,11 @@ class Batcher(Generic[Tx]):
 
     async def _together(self, part: list[Slot], batch: _Taken) -> list[list[Slot]]:
         async with self._unit(part[0].work.message) as unit:
-            left = await Segment(unit, part, batch.lanes, batch.call.bulk).work()
+            bulk, leases = batch.call.bulk, cast("LeaseUnit[Any]", unit)
+            if bulk is not None or self._settler.features.transactional:
+                left = await Segment(unit, part, batch.lanes, bulk).work()
+            else:
+                left = await Severally(leases, part, batch.lanes).work()
         self._settler.cache.put_all([(slot.digest, slot.done) for slot in part if slot.done is not None])
         return left
 
@@ -324,6 +332,8 @@ class Batcher(Generic[Tx]):
             slot.outcome = busy(later)
         except (CommitNotApplied, HandlerEndedTransaction) as error:
             slot.outcome = Outcome(Kind.FAILED, error=error)
+        except LeaseLost as lost:
+            slot.outcome = Outcome(Kind.BUSY, error=lost)
         except (StoreError, UsageError):
             raise
         except Exception as error:  # noqa: BLE001 - PayloadMismatch, or what `on_begin` raised

@@ -16,6 +16,9 @@ from onceward.store import Store
 def store_from_url(url: str, *, schema: str | None = None) -> Store[Any]:
     """`sqlite:///shop.db`, `sqlite:////var/lib/shop.db`, `sqlite://` (in memory), `postgresql://user@host/db`.
 
+    `redis://host:6379/0`, `redis+cluster://host:6379` (any node); `?lease=15&prefix=onceward&replicas=1` are options
+    of RedisStore.
+
     `?pgbouncer=true` at the end of a PostgreSQL URL: there is a PgBouncer in transaction mode behind it.
     """
     if not isinstance(url, str) or "://" not in url:
@@ -97,12 +100,44 @@ def _sqlalchemy(url: str, schema: str | None) -> Store[Any]:
         ) from error
 
 
+def _redis(url: str, schema: str | None) -> Store[Any]:
+    scheme = url.split("://", 1)[0]
+    try:
+        from onceward.redis import RedisStore  # noqa: PLC0415
+    except ImportError as error:
+        raise MissingDriver(
+            f"{scheme}:// needs redis, which is not installed: pip install 'onceward[redis]'", extra="redis"
+        ) from error
+    if schema is not None:
+        raise UsageError("Redis has no schemas; leave schema= and --schema away, or use ?prefix=NAME in the URL")
+    parts = urlsplit(url)
+    asked = dict(parse_qsl(parts.query, keep_blank_values=True))
+    ours = {name: _number(name, asked.pop(name), kind) for name, kind in _REDIS_OPTIONS.items() if name in asked}
+    return RedisStore(urlunsplit(parts._replace(query=urlencode(asked))), **ours)
+
+
+_REDIS_OPTIONS: dict[str, Callable[[str], Any]] = {
+    "prefix": str, "lease": float, "replicas": int, "replicas_timeout": float,
+}  # fmt: skip
+
+
+def _number(name: str, value: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise UsageError(f"{name}={value} in a database URL is not a number") from None
+
+
 _SCHEMES: dict[str, Callable[[str, str | None], Store[Any]]] = {
     "sqlite": _sqlite,
     "postgres": _asyncpg,
     "postgresql": _asyncpg,
     "postgresql+asyncpg": _asyncpg,
     "postgresql+psycopg": _psycopg,
+    "redis": _redis,
+    "rediss": _redis,
+    "redis+cluster": _redis,
+    "rediss+cluster": _redis,
     "sqlite+aiosqlite": _sqlalchemy,
     "sqlalchemy+postgresql+asyncpg": _sqlalchemy,
     "sqlalchemy+postgresql+psycopg": _sqlalchemy,

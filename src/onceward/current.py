@@ -18,6 +18,9 @@ class Current(msgspec.Struct, frozen=True, gc=False):
     attempt: int = 1
     redelivered: bool = False
     origin: str | None = None
+    fence: int | None = None
+    """On a store of leases (Redis): a number that is larger for each claim of this message. Pass it on to
+    what can refuse a smaller one than it has seen, and a worker that lost its lease can do no harm there."""
 
     @property
     def idempotency_key(self) -> str:

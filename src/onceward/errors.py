@@ -171,6 +171,10 @@ class HandlerCancelled(OncewardError):
     """The handler raised CancelledError although nobody cancelled it: what it waited for was. It is tried again."""
 
 
+class CommandFailed(OncewardError):
+    """The server refused a command that the handler gave to its tx. Nothing was applied; it is tried again."""
+
+
 class LeaseLost(OncewardError):
     """The lease is over and another worker may have the message. Nothing was written; stop working on it."""
 

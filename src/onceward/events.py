@@ -14,6 +14,7 @@
 | Cancelled | a delivery was cancelled, most often by a shutdown; it left nothing behind |
 | Started, Finished | around each delivery, whatever becomes of it; only for listeners with `hears_starts = True` |
 | Batch | a call of `process_many` or `process_bulk` has ended; its messages have their own events |
+| AtRisk | at start: something about the database endangers what is promised; `onceward doctor` says what to do |
 | Swept, SweepFailed | a cleanup is done, or could not go on |
 
 Every event is an `Event` and has a consumer; those about one message are an `InboxEvent`.
@@ -113,6 +114,12 @@ class Batch(Event, frozen=True, kw_only=True):
     duration_ms: float
 
 
+class AtRisk(Event, frozen=True, kw_only=True):
+    finding: str
+    """A word for it."""
+    text: str
+
+
 class Swept(Event, frozen=True, kw_only=True):
     deleted: int
     duration_ms: float
@@ -167,6 +174,7 @@ _LEVELS: dict[type[Event], int] = {
     Refused: logging.WARNING,
     Unsettled: logging.WARNING,
     Dead: logging.ERROR,
+    AtRisk: logging.WARNING,
     SweepFailed: logging.WARNING,
 }
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, overload
 import msgspec
 
 from onceward import events, keys, lanes, tenants
+from onceward.attempt import is_mismatch
 from onceward.batch import Batcher, Call, call_of
 from onceward.claim import Claim
 from onceward.errors import (
@@ -119,7 +120,8 @@ class Inbox(StoredInbox[Tx]):
         )
         self._retention = check_retention(retention)
         self._bus = events.Bus(tuple(listeners))
-        self._settler = Settler(store, wait=wait, on_begin=on_begin, cache=cache)
+        keep = self._retention.total_seconds()
+        self._settler = Settler(store, wait=wait, on_begin=on_begin, cache=cache, keep=keep)
         self._batcher = Batcher(self._intake, self._settler, self._bus)
         stored = StoredOptions(
             on_dead=on_dead,
@@ -149,8 +151,18 @@ class Inbox(StoredInbox[Tx]):
         async with self._opening.of_this_loop():
             if not self._open:
                 await self.store.open()
+                await self._look_for_risks()
                 self._open = True
                 self._crew.closed = False
+
+    async def _look_for_risks(self) -> None:
+        """What about the database endangers the promise is told before the first message comes."""
+        try:
+            for finding in await self.store.check():
+                self._bus.emit(events.AtRisk(consumer=self.consumer, finding=finding.name, text=finding.text))
+        except BaseException:
+            await self.store.close()
+            raise
 
     async def close(self) -> None:
         if self._open:
@@ -355,7 +367,7 @@ class Inbox(StoredInbox[Tx]):
         self,
         message: Message[Any],
         *,
-        tx: Any,
+        tx: Any = None,
         key: KeyLike | None = None,
         retention: timedelta | None = None,
         origin: str | None = None,
@@ -363,7 +375,8 @@ class Inbox(StoredInbox[Tx]):
         """Claim a message inside a transaction that you opened: `if claim.first:` do the work, else it is done.
 
         The block is a savepoint. An error that leaves it takes the claim and what the block wrote with it; the rest of
-        your transaction stands, and ends as you say.
+        your transaction stands, and ends as you say. Without `tx` the claim is all that there is: on Redis a lease for
+        as long as the block lasts.
         """
         work = self._claim_work("claim", message, key=key, retention=retention, origin=origin)
         async with self._telling(work), self._settler.claimed(work, tx) as claim:
@@ -519,6 +532,10 @@ class Inbox(StoredInbox[Tx]):
         if known is None:
             raise HandlerNotFound(f"no handler is registered for {kept.type!r}; pass handler=", type=kept.type)
         work = self._work(kept, known, identity=record.identity, replayed=True, origin=record.origin)
+        if record.payload is None and record.body is None and is_mismatch(work, record.payload_hash):
+            raise UsageError(
+                "the payload of this message was not kept: its worker died before it could. Let it be sent again."
+            )
         return await self._settle(work)
 
     async def discard(self, message: Message[Any] | Identity) -> None:
@@ -566,7 +583,9 @@ class Inbox(StoredInbox[Tx]):
         record = await self.get_record(message)
         if record is None:
             raise RecordNotFound
-        if record.state is not State.DEAD:
+        # Without transactions a replay that kills its process leaves the message as one that runs.
+        was_left = record.state is State.RUNNING and not self.store.features.transactional
+        if record.state is not State.DEAD and not was_left:
             raise NotDead(f"the record is {record.state}; only dead letters can be replayed or discarded",
                           state=record.state.value)  # fmt: skip
         return record

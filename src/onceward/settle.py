@@ -21,7 +21,7 @@ from onceward.flights import Cache, Flights, busy, in_flight
 from onceward.message import Message
 from onceward.outcome import Kind, Outcome
 from onceward.record import State
-from onceward.store import Begin, Busy, Conflict, Done, Ended, InFlight, Store, Unit
+from onceward.store import Begin, Busy, Conflict, Done, Ended, Features, InFlight, Store, Unit
 from onceward.work import Work
 
 Tx = TypeVar("Tx")
@@ -42,8 +42,10 @@ class Settler(Generic[Tx]):
         wait: float,
         on_begin: Callable[[Tx, Message[Any]], Awaitable[Any]] | None,
         cache: int,
+        keep: float | None = None,
     ) -> None:
         self._store = store
+        self._keep = keep
         self._wait = wait
         self._on_begin = on_begin
         self._flights = Flights()
@@ -57,7 +59,7 @@ class Settler(Generic[Tx]):
         begin = None if self._on_begin is None else self._begin(message)
         if begin is not None and around is not None:
             begin = around(begin)
-        return self._store.unit(begin=begin, wait=self._wait, read_only=read_only)
+        return self._store.unit(begin=begin, wait=self._wait, read_only=read_only, keep=self._keep)
 
     def listening(self, consumer: str, ring: Callable[[], None]) -> AbstractAsyncContextManager[None]:
         return self._store.listening(consumer, ring)
@@ -274,6 +276,10 @@ class Settler(Generic[Tx]):
             self._cache.put(work.identity.digest, Done(payload_hash, result))
 
     # --- for batches ----------------------------------------------------------------------------------------
+
+    @property
+    def features(self) -> Features:
+        return self._store.features
 
     @property
     def wait(self) -> float:

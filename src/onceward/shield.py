@@ -24,9 +24,13 @@ class LoopLock:
         return self._lock
 
 
-async def finish(work: Coroutine[Any, Any, T]) -> T:
+def finish(work: Coroutine[Any, Any, T]) -> Awaitable[T]:
     """Run it to its end. A cancellation that arrives meanwhile is raised afterwards, in place of the result."""
-    return await wait_out(asyncio.ensure_future(work))
+    return finish_here(_result(asyncio.ensure_future(work)))
+
+
+async def _result(future: asyncio.Future[T]) -> T:
+    return await future
 
 
 async def wait_out(future: asyncio.Future[T]) -> T:

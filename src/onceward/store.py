@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from onceward.errors import OncewardError
 from onceward.identity import Identity
 from onceward.message import Position
 from onceward.record import Failure, Record, State
@@ -45,6 +46,29 @@ class Features(msgspec.Struct, frozen=True):
     """A handler cannot end the transaction: the database refuses it."""
     listens: bool = False
     """Workers in other processes can be called at once."""
+    tables: bool = True
+    """It has tables, which have to be set up and upgraded."""
+    queue: bool = True
+    """It can keep messages and give them out later: `accept`, `run`."""
+    positions: bool = True
+    """It can tell whether a position of a stream is processed, so messages may depend on each other."""
+    claim_marks: bool = False
+    """A claim is seen by others and counts as a start: no mark is needed before it."""
+    bulk_tx: bool = True
+    """What a bulk handler writes through its tx is applied with all of its messages, wherever they are."""
+    sweeps_expired: bool = True
+    """A record whose own time is over stays until a sweep; else it goes by itself, and no sweep counts it."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Something about a database that endangers what is promised, and what to do about it."""
+
+    name: str
+    """A word for it, the same for ever: for filters and tests."""
+    text: str
+    advice: str
+    serious: bool = True
+    """Messages may take effect twice. Otherwise it is worth knowing."""
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -137,6 +161,10 @@ class Unit(Protocol[Tx_co]):
         """It is a savepoint in a transaction of the caller's, which `commit` ends; nothing is ours alone."""
 
     @property
+    def claim_marks(self) -> bool:
+        """As in Features: a start need not be marked before its claim."""
+
+    @property
     def lost(self) -> bool:
         """The connection, and with it the transaction, is gone."""
 
@@ -157,6 +185,10 @@ class Unit(Protocol[Tx_co]):
 
     async def rollback(self) -> None:
         """Undo everything since the claim. Safe to call at any time, also twice."""
+
+    @property
+    def fence(self) -> int | None:
+        """Of a claim that is a lease: a number that grows with each claim of the message."""
 
     async def ended(self) -> bool:
         """Asked before the rollback of a failed run: did the handler end the transaction itself? A joined unit is
@@ -255,6 +287,24 @@ class Unit(Protocol[Tx_co]):
         """DEAD -> DISCARDED."""
 
 
+class LeaseUnit(Unit[Tx_co], Protocol[Tx_co]):
+    """Many messages without a transaction, each of which ends by itself: claim_many, [take], then for each begin_one,
+    its handler, handled, and for some at a time [complete_many], end_some; or fail."""
+
+    def begin_one(self, identity: Identity) -> tuple[Tx_co, int]:
+        """What the handler of this one writes through, and its fence. LeaseLost: it is not ours any more."""
+
+    def was_stopped(self) -> bool:
+        """Whether the cancellation that was just heard was the unit's own: the lease of the one that was begun last is
+        lost. Then it is taken back, and others can go on."""
+
+    def handled(self) -> None:
+        """The handler of the one that was begun last is over. What it left behind can write no more."""
+
+    async def end_some(self, identities: Sequence[Identity]) -> list[OncewardError | None]:
+        """Complete them in one trip. What stood against it, for each."""
+
+
 Begin = Callable[[Tx], Awaitable[Any]]
 
 
@@ -272,10 +322,19 @@ class Store(Protocol[Tx_co]):
     async def setup(self) -> None:
         """Make or upgrade the tables, under a lock."""
 
+    async def check(self) -> list[Finding]:
+        """What about this database endangers what is promised. Only what can be asked quickly: it is asked at start."""
+
     def unit(
-        self, *, begin: Begin[Any] | None = None, wait: float = 5.0, read_only: bool = False
+        self,
+        *,
+        begin: Begin[Any] | None = None,
+        wait: float = 5.0,
+        read_only: bool = False,
+        keep: float | None = None,
     ) -> AbstractAsyncContextManager[Unit[Tx_co]]:
-        """A unit of work. `begin` runs first in each of its transactions; `wait` bounds waiting for a turn."""
+        """A unit of work. `begin` runs first in each of its transactions; `wait` bounds waiting for a turn; `keep` is
+        how many seconds a store whose records end by themselves keeps one that has no time of its own."""
 
     def listening(self, consumer: str, ring: Callable[[], None]) -> AbstractAsyncContextManager[None]:
         """While it lasts, `ring` is called when somebody says `unit.call(consumer)`, if the store can do that."""

@@ -140,8 +140,7 @@ class StoredInbox(Generic[Tx]):
         For a list nothing is raised for one message: its outcome is FAILED or BUSY, and `outcome.verdict` says what to
         do with it.
         """
-        if not self._open:
-            raise InboxClosed
+        self._check_queue("accept")
         about = asked(lane=lane, not_before=not_before, origin=origin, key=key, tx=tx)
         if isinstance(message, Message):
             (outcome,) = await self._acceptor.accept([message], about)
@@ -175,7 +174,7 @@ class StoredInbox(Generic[Tx]):
 
         A handler that fails is an outcome, FAILED or DEAD; its lane waits for the next try.
         """
-        crew = self._working()
+        crew = self._working("dispatch")
         return outcome_of_slot(await crew.dispatch(Options(given=handler, share=check_share(share))))
 
     async def run(
@@ -201,7 +200,7 @@ class StoredInbox(Generic[Tx]):
             handler, bulk, share=share,
             concurrency=concurrency, grace=grace, poll_interval=poll_interval, batch=batch,
         )  # fmt: skip
-        await run(self._working(), options, stop or asyncio.Event())
+        await run(self._working("run"), options, stop or asyncio.Event())
 
     def worker(
         self,
@@ -219,7 +218,7 @@ class StoredInbox(Generic[Tx]):
             handler, bulk, share=share,
             concurrency=concurrency, grace=grace, poll_interval=poll_interval, batch=batch,
         )  # fmt: skip
-        return in_background(self._working(), options)
+        return in_background(self._working("worker"), options)
 
     def works(
         self,
@@ -233,15 +232,23 @@ class StoredInbox(Generic[Tx]):
         `async with work as (message, tx)`: processed when the block ends without an error.
         """
         options = Options(share=check_share(share), poll_interval=poll_interval)
-        return works(self._working(), options, stop or asyncio.Event())
+        return works(self._working("works"), options, stop or asyncio.Event())
 
     def __aiter__(self) -> AsyncIterator[StoredWork]:
         return self.works()
 
-    def _working(self) -> Crew:
+    def _working(self, verb: str) -> Crew:
+        self._check_queue(verb)
+        return self._crew
+
+    def _check_queue(self, verb: str) -> None:
+        if not self.store.features.queue:
+            raise UsageError(
+                f"{verb}: {type(self.store).__name__} cannot keep messages to be worked on later. SqliteStore, "
+                "AsyncpgStore, PsycopgStore and SqlAlchemyStore can; here, process them as they come."
+            )
         if not self._open:
             raise InboxClosed
-        return self._crew
 
     # --- dead letters ---------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from onceward.errors import (
     BulkError,
     CommitNotApplied,
     HandlerEndedTransaction,
+    LeaseLost,
     NestedProcess,
     PayloadMismatch,
     ResultInvalid,
@@ -34,7 +35,7 @@ from onceward.errors import (
 from onceward.handlers import BulkHandler
 from onceward.message import Message, Position
 from onceward.outcome import Kind, Outcome, Verdict
-from onceward.record import Decision, Record, decide
+from onceward.record import Decision, Record, State, decide
 from onceward.shield import finish
 from onceward.store import Closing, Conflict, Done, Found, Unit
 from onceward.work import Work, claims_of
@@ -129,7 +130,7 @@ class HookFailed(Exception):
     """The user's `on_begin` raised, for all that would have shared its transaction."""
 
 
-_PASSES_ON = (TryLater, Conflict, HookFailed, NestedProcess)
+_PASSES_ON = (TryLater, Conflict, HookFailed, NestedProcess, LeaseLost)
 _OF_A_MESSAGE = (CommitNotApplied, HandlerEndedTransaction)
 
 
@@ -169,7 +170,7 @@ class Segment:
     # --- the claim ------------------------------------------------------------------------------------------
 
     async def _claim(self) -> list[Slot]:
-        """Those whose tries are used up come back: they are for the single path."""
+        """Those that come back are for the single path."""
         slots = self._slots
         in_order = sorted(slots, key=BY_DIGEST)
         claims = claims_of([slot.work for slot in in_order])
@@ -188,7 +189,13 @@ class Segment:
         if not rest:
             return []
         found = await self._unit.find_many([slot.work.identity for slot in rest])
-        return [slot for slot in rest if _judge(slot, found.get(slot.digest)) is Decision.EXHAUSTED]
+        return [slot for slot in rest if self._is_for_itself(slot, found.get(slot.digest))]
+
+    def _is_for_itself(self, slot: Slot, found: Found | None) -> bool:
+        """Its tries are used up; or its runner is gone, and where a claim counts as a start, this one has to count."""
+        if _judge(slot, found) is Decision.EXHAUSTED:
+            return True
+        return self._unit.claim_marks and slot.before is not None and slot.before.state is State.RUNNING
 
     async def _admits(self, slot: Slot) -> bool:
         """Whether it runs now, in its turn."""
@@ -356,6 +363,8 @@ class Segment:
         await self._unit.rollback()
         if not ended and not isinstance(error, HandlerEndedTransaction):
             return None
+        if culprits is None and self._unit.claim_marks:
+            culprits = self._ran  # what they said together was applied in part
         # A handler that ended the transaction and began another is only found out later: it may be any of them.
         return await self._repair(error, None if stood and ended else culprits)
 

@@ -25,7 +25,7 @@ def command(commands: Commands, name: str, short: str, long: str) -> argparse.Ar
 
 
 def add_database(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="the database, such as sqlite:///shop.db")
+    parser.add_argument("url", metavar="URL", help="the database, such as sqlite:///shop.db or redis://localhost:6379")
     parser.add_argument("--schema", metavar="NAME", help="the PostgreSQL schema of the tables (default: search path)")
 
 

@@ -47,8 +47,9 @@ def add(commands: Commands) -> None:
 
 
 def _run_setup(arguments: argparse.Namespace) -> int:
-    asyncio.run(database(arguments).setup())
-    print("onceward: the tables are up to date")
+    store = database(arguments)
+    asyncio.run(store.setup())
+    print("onceward: " + ("the tables are up to date" if store.features.tables else "there are no tables to make here"))
     return 0
 
 

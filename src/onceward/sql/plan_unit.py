@@ -16,6 +16,8 @@ T = TypeVar("T")
 class PlanUnit(Generic[Tx]):
     """On a session of its own, which is there while the block lasts, or on a joined one."""
 
+    claim_marks = False
+    fence: int | None = None
     _placed = False
     """There is a savepoint in the open transaction."""
     _unused = False

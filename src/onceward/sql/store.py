@@ -18,6 +18,7 @@ from onceward.sql.unit import SqlUnit
 from onceward.store import (
     Begin,
     Features,
+    Finding,
 )
 
 Tx = TypeVar("Tx")
@@ -123,8 +124,17 @@ class SqlStore(Generic[Tx]):
             finally:
                 await session.rollback()
 
+    async def check(self) -> list[Finding]:
+        """Opening it has checked what there is to check."""
+        return []
+
     def unit(
-        self, *, begin: Begin[Tx] | None = None, wait: float = 5.0, read_only: bool = False
+        self,
+        *,
+        begin: Begin[Tx] | None = None,
+        wait: float = 5.0,
+        read_only: bool = False,
+        keep: float | None = None,  # noqa: ARG002 - cleanup decides, when it comes
     ) -> AbstractAsyncContextManager[SqlUnit[Tx]]:
         return SqlUnit(self._driver, begin, wait, read_only=read_only)
 

@@ -7,7 +7,7 @@ stops a run at a named point, to kill or cancel it there. It needs pytest.
 
 from onceward.testing.contract import JoinedContract, QueueContract, StoreContract
 from onceward.testing.lab import Lab
-from onceward.testing.labs import AiosqliteLab, PostgresLab, PsycopgLab, SqlAlchemyPostgresLab, SqliteLab
+from onceward.testing.labs import AiosqliteLab, PostgresLab, PsycopgLab, SqlAlchemyPostgresLab, SqliteLab, SqlLab
 from onceward.testing.points import POINTS, PointStore
 from onceward.testing.proxy import Proxy
 
@@ -22,6 +22,7 @@ __all__ = [
     "PsycopgLab",
     "QueueContract",
     "SqlAlchemyPostgresLab",
+    "SqlLab",
     "SqliteLab",
     "StoreContract",
 ]

@@ -21,7 +21,7 @@ from onceward.inbox import Inbox
 from onceward.message import Message
 from onceward.retry import RetryPolicy
 from onceward.testing.points import PointStore
-from onceward.testing.run_sql import run_sql
+from onceward.testing.run_sql import run_sql, write_effect
 
 
 class Job(msgspec.Struct):
@@ -52,7 +52,7 @@ async def work(job: Job) -> None:
     async def charge(message: Message[Any], tx: Any) -> dict[str, str]:
         await reached("handler")
         await reached(f"handler of {message.id}")
-        await run_sql(tx, "INSERT INTO effects VALUES ($1)", message.id)
+        await write_effect(tx, message.id)
         await reached("effect")
         if job.long_sql:
             sys.stdout.write(json.dumps({"id": message.id, "kind": "running"}) + "\n")

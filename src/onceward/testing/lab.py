@@ -15,11 +15,11 @@ from onceward.message import Message
 from onceward.store import Store
 from onceward.testing.hand import Hand
 from onceward.testing.points import PointStore, Reached
-from onceward.testing.run_sql import run_sql
+from onceward.testing.run_sql import run_sql, write_effect
 
 
 class Lab(ABC):
-    """Effects are rows of the table `effects`, written through a handler's tx and read on another connection."""
+    """Effects are written through a handler's tx and read on another connection; so are records, past the store."""
 
     url: str
     """For child processes: `Inbox.connect(url)` must reach the same database."""
@@ -30,6 +30,8 @@ class Lab(ABC):
     network = False
     """The database is behind a connection that can be cut: `store_behind(port)` and `address` work."""
     address: tuple[str, int] = ("127.0.0.1", 0)
+    commit_word = b"COMMIT"
+    """Part of what is sent to commit, and of nothing else after a handler, so that a connection can be cut there."""
     notifies = False
     """What is accepted in one process wakes a worker in another one at once."""
     numbered = "n bigserial PRIMARY KEY"
@@ -51,13 +53,34 @@ class Lab(ABC):
         """A new store whose connections go through a proxy on this port."""
         raise NotImplementedError
 
-    @abstractmethod
     async def query(self, sql: str) -> list[tuple[Any, ...]]:
-        """Run SQL on a connection that has nothing to do with the store."""
+        """Run SQL on a connection that has nothing to do with the store, for cases that make sense with SQL only."""
+        raise NotImplementedError
+
+    @abstractmethod
+    async def kept(self) -> list[dict[str, Any]]:
+        """All records as they are in the store, in no order: a dict of columns each, as the database gives them."""
+
+    @abstractmethod
+    async def change(self, message_id: str | None = None, **columns: Any) -> None:
+        """Write columns of the records with this message id, or of all, past the store. A value is a text, a number,
+        a datetime or None; JSON is given as its text."""
+
+    @abstractmethod
+    async def forget(self) -> None:
+        """Delete all records, past the store."""
+
+    @abstractmethod
+    async def effects(self) -> list[str]:
+        """What handlers wrote and what stands, sorted."""
+
+    @abstractmethod
+    async def clear_effects(self) -> None:
+        """As if no handler had written anything yet."""
 
     async def write(self, tx: Any, effect: str) -> None:
         """The effect of a handler."""
-        await run_sql(tx, "INSERT INTO effects VALUES ($1)", effect)
+        await write_effect(tx, effect)
 
     async def run(self, tx: Any, sql: str, *params: Any) -> list[tuple[Any, ...]]:
         """What a handler says through its tx. Parameters are $1, $2 in their order."""
@@ -76,7 +99,7 @@ class Lab(ABC):
         """Move the times of a record into the past."""
 
     async def let_time_pass(self) -> None:
-        """As if all that waits for a time in the queue, a next try or the end of a lease, had waited long enough."""
+        """As if all that waits for a time, a next try or the end of a lease, had waited long enough."""
         raise NotImplementedError
 
     async def back_to(self, version: int) -> None:
@@ -94,12 +117,12 @@ class Lab(ABC):
         """Wait until such a DELETE is on its way."""
         raise NotImplementedError
 
-    async def effects(self) -> list[str]:
-        return [row[0] for row in await self.query("SELECT what FROM effects ORDER BY what")]
+    async def take_all(self) -> None:  # noqa: B027 - not every database has locks
+        """Do what needs the whole database for itself, so that it fails or waits while anybody holds a lock."""
 
     async def set_up(self) -> None:
+        """What has to be there before the first case: onceward's own, and a place for effects."""
         await self.store().setup()
-        await self.query("CREATE TABLE effects (what text)")
 
     async def inbox(self, *, reached: Reached | None = None, store: Any = None, **options: Any) -> Inbox[Any]:
         """An open inbox with a store of its own, closed at the end of the test."""

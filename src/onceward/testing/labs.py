@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import sqlite3
+from abc import abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,9 +28,40 @@ _TIMES = (
 
 
 class SqlLab(Lab):
-    """What the labs of SQL databases have in common."""
+    """What the labs of SQL databases have in common. Effects are rows of the table `effects`."""
 
     dialect = "postgresql"
+
+    @abstractmethod
+    async def query(self, sql: str) -> list[tuple[Any, ...]]:
+        """Run SQL on a connection that has nothing to do with the store."""
+
+    async def kept(self) -> list[dict[str, Any]]:
+        (columns,) = (one.columns for one in made(self.dialect) if one.name == "onceward_records")
+        rows = await self.query(f"SELECT {', '.join(columns)} FROM onceward_records")  # noqa: S608
+        return [dict(zip(columns, row, strict=True)) for row in rows]
+
+    async def change(self, message_id: str | None = None, **columns: Any) -> None:
+        values = ", ".join(f"{name} = {_literal(value)}" for name, value in columns.items())
+        which = "" if message_id is None else f" WHERE message_id = {_literal(message_id)}"
+        await self.query(f"UPDATE onceward_records SET {values}{which}")  # noqa: S608
+
+    async def forget(self) -> None:
+        await self.query("DELETE FROM onceward_records")
+
+    async def effects(self) -> list[str]:
+        return [row[0] for row in await self.query("SELECT what FROM effects ORDER BY what")]
+
+    async def clear_effects(self) -> None:
+        await self.query("DELETE FROM effects")
+
+    async def take_all(self) -> None:
+        await self.query("CREATE TABLE taken (x text)")
+        await self.query("DROP TABLE effects")
+
+    async def set_up(self) -> None:
+        await super().set_up()
+        await self.query("CREATE TABLE effects (what text)")
 
     async def back_to(self, version: int) -> None:
         await self.query("CREATE TABLE kept_records AS SELECT * FROM onceward_records")
@@ -45,6 +78,17 @@ class SqlLab(Lab):
             columns = ", ".join(then["onceward_records"])
             await self.query(f"INSERT INTO onceward_records ({columns}) SELECT {columns} FROM kept_records")  # noqa: S608
         await self.query("DROP TABLE kept_records")
+
+
+def _literal(value: Any) -> str:
+    """As SQL. Both databases read times of this form, and SQLite keeps them so."""
+    if value is None:
+        return "NULL"
+    if isinstance(value, datetime):
+        value = value.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    if isinstance(value, str):
+        return "'" + value.replace("'", "''") + "'"
+    return str(value)
 
 
 class SqliteLab(SqlLab):

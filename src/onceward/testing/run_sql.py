@@ -1,10 +1,20 @@
-"""One spelling of SQL for every kind of tx: parameters are $1, $2 in their order, rows are tuples."""
+"""One spelling of SQL for every kind of tx: parameters are $1, $2 in their order, rows are tuples. And one of an
+effect, which is no SQL where there are no tables.
+"""
 
 from __future__ import annotations
 
 import re
 import sqlite3
 from typing import Any
+
+
+async def write_effect(tx: Any, effect: str) -> None:
+    """The effect of a handler: a row of the table `effects`; without tables, an entry of a list beside the record."""
+    if hasattr(tx, "beside"):  # Redis: it is written when the message is completed
+        tx.rpush(tx.beside("effects"), effect)
+    else:
+        await run_sql(tx, "INSERT INTO effects VALUES ($1)", effect)
 
 
 async def run_sql(tx: Any, sql: str, *params: Any) -> list[tuple[Any, ...]]:

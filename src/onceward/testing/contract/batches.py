@@ -38,7 +38,7 @@ from onceward.errors import (
     StoreUnavailable,
 )
 from onceward.outcome import Kind, Outcome
-from onceward.testing.contract.base import LATER, Listener, needs
+from onceward.testing.contract.base import LATER, Listener, cut_off, needs, visible
 from onceward.testing.lab import Gate, Lab, Recorder
 from onceward.testing.proxy import Proxy
 
@@ -92,6 +92,28 @@ async def attempts(inbox: Inbox[Any], message: Message[Any]) -> tuple[State, int
     return None if record is None else (record.state, record.attempts)
 
 
+async def cancelled_in_the_middle(inbox: Inbox[Any], lab: Lab, messages: list[Message[Any]]) -> None:
+    """Run them in a batch that is cancelled while the handler of the third has written and is still at work."""
+    recorder, started = Recorder(lab), asyncio.Event()
+
+    async def slow(message: Message[Any], tx: Any) -> None:
+        await recorder(message, tx)
+        if message is messages[2]:
+            started.set()
+            await asyncio.sleep(60)
+
+    task = asyncio.ensure_future(inbox.process_many(messages, slow))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def states(lab: Lab) -> Counter[tuple[str, int]]:
+    """How many records there are, by state and attempts."""
+    return Counter((record["state"], record["attempts"]) for record in await lab.kept())
+
+
 class BatchContract:
     # --- the plain case -------------------------------------------------------------------------------------
 
@@ -111,6 +133,7 @@ class BatchContract:
         assert (record.message_id, record.type, record.payload_hash is not None) == (ids[7], "order.paid", True)
 
     async def test_a_batch_is_one_transaction_with_all_claims_first(self, lab: Lab) -> None:
+        needs(lab, "transactional")
         inbox, seen = await lab.inbox(), []
 
         async def look(message: Message[Any], tx: Any) -> None:
@@ -122,6 +145,7 @@ class BatchContract:
 
     async def test_claims_of_a_batch_are_made_in_the_order_of_their_identities(self, lab: Lab) -> None:
         """Two batches that share messages then meet in the same order, and cannot wait for each other."""
+        needs(lab, "transactional")
         inbox, messages = await lab.inbox(), [lab.message() for _ in range(30)]
         await inbox.process_many(messages, lambda message: None)
         order = "ctid" if lab.network else "rowid"
@@ -132,6 +156,7 @@ class BatchContract:
     @pytest.mark.parametrize("seen", [False, True])
     async def test_the_result_of_a_try_that_was_undone_is_forgotten(self, lab: Lab, seen: bool) -> None:
         """Its neighbour failed, so it runs again, and has nothing to say this time."""
+        needs(lab, "transactional")
         runs: Counter[str] = Counter()
 
         async def seen_before(_tx: Any, message: Message[Any]) -> bool:
@@ -277,7 +302,7 @@ class BatchContract:
         outcomes = await inbox.process_bulk([lab.message() for _ in range(5_300)], note)
         assert Counter(kinds(outcomes)) == {"processed": 5_300}
         assert sizes == [5_000, 300]
-        assert await lab.query("SELECT count(*) FROM onceward_records") == [(5_300,)]
+        assert len(await lab.kept()) == 5_300
 
     async def test_each_run_in_a_batch_knows_its_own_message(self, lab: Lab) -> None:
         inbox, messages, seen = await lab.inbox(), [lab.message() for _ in range(3)], []
@@ -343,8 +368,7 @@ class BatchContract:
             assert kinds(await inbox.process_many(messages, Recorder(lab))) == ["duplicate"] * 6
 
         async def look(message: Message[Any], tx: Any) -> None:
-            ((count,),) = await lab.run(tx, "SELECT count(*) FROM onceward_records WHERE key = $1", message.id)
-            claimed.append(count)
+            claimed.append(await visible(lab, tx, message.id))
 
         new = [lab.message() for _ in range(3)]
         outcomes = await inbox.process_many([*messages, *new], look)
@@ -430,8 +454,7 @@ class BatchContract:
         assert await attempts(inbox, messages[42]) == (State.FAILED, 1)
         for number in mates:
             assert await attempts(inbox, messages[number]) is None, "a lane mate has not run and leaves no record"
-        rows = await lab.query("SELECT state, attempts, count(*) FROM onceward_records GROUP BY 1, 2 ORDER BY 1")
-        assert rows == [("failed", 1, 1), ("processed", 1, 94)]
+        assert await states(lab) == {("failed", 1): 1, ("processed", 1): 94}
         assert await lab.effects() == [f"{n:02}" for n in range(100) if n != 42 and n not in mates]
         assert not set(handler.runs) & {f"{number:02}" for number in mates}
         assert Counter(heard.names()) == {"Processed": 94, "Failed": 1, "Deferred": 5, "Batch": 1}
@@ -439,6 +462,7 @@ class BatchContract:
         assert Counter(kinds(again)) == {"duplicate": 94, "processed": 6}
 
     async def test_a_message_that_fails_only_among_others_burns_no_attempt(self, lab: Lab) -> None:
+        needs(lab, "transactional")
         inbox, handler = await lab.inbox(), Failing(lab, "b", times=1)
         messages = [lab.message(id_) for id_ in "abc"]
         outcomes = await inbox.process_many(messages, handler)
@@ -624,6 +648,7 @@ class BatchContract:
 
     async def test_a_dependency_in_the_batch_counts_once_it_has_run(self, lab: Lab) -> None:
         """All of a batch are claimed as processed at its beginning. That must not satisfy what waits for them."""
+        needs(lab, "positions")
         inbox, handler = await lab.inbox(), Recorder(lab)
 
         def at(position: int, *needs: int) -> Message[Any]:
@@ -645,7 +670,23 @@ class BatchContract:
         assert kinds(outcomes) == ["processed", "processed", "busy", "busy"]
         assert bulk.calls == [["p1", "p2"]]
 
+    async def test_each_of_a_batch_runs_after_the_on_begin_of_its_own_tenant(self, lab: Lab) -> None:
+        begun: list[str | None] = []
+        ran: list[tuple[str | None, str | None]] = []
+
+        async def on_begin(tx: Any, message: Message[Any]) -> None:
+            begun.append(message.tenant)
+
+        async def look(message: Message[Any]) -> None:
+            ran.append((message.tenant, begun[-1]))
+
+        inbox = await lab.inbox(on_begin=on_begin, tenant=tenants.header("t"))
+        messages = [lab.message(headers={"t": tenant}) for tenant in "abab"]
+        assert kinds(await inbox.process_many(messages, look)) == ["processed"] * 4
+        assert sorted(ran) == [("a", "a"), ("a", "a"), ("b", "b"), ("b", "b")]
+
     async def test_each_tenant_has_its_own_transaction_where_on_begin_is_set(self, lab: Lab) -> None:
+        needs(lab, "transactional")
         begun: list[str | None] = []
         together: list[tuple[str | None, int]] = []
 
@@ -666,6 +707,7 @@ class BatchContract:
 
     async def test_claims_of_a_batch_are_told_from_duplicates_in_a_savepoint_too(self, lab: Lab) -> None:
         """What is new is neither taken for a duplicate of itself, nor a duplicate for new."""
+        needs(lab, "transactional")
         needs(lab, "errors_abort")
 
         async def on_begin(tx: Any, message: Message[Any]) -> None:
@@ -761,6 +803,8 @@ class BatchContract:
     # --- the transaction ------------------------------------------------------------------------------------
 
     async def test_a_swallowed_sql_error_in_a_batch_is_found_and_harms_nobody(self, lab: Lab) -> None:
+        needs(lab, "transactional")
+
         async def careless(message: Message[Any], tx: Any) -> str:
             await lab.write(tx, message.id)
             if message.id == "3":
@@ -788,6 +832,7 @@ class BatchContract:
         self, lab: Lab, ending: str, then: str
     ) -> None:
         """COMMIT in the middle commits the claims of all, also of those that have not run."""
+        needs(lab, "transactional")
         if ";" in ending:
             needs(lab, "multiple_statements")
         runs: list[str] = []
@@ -838,6 +883,7 @@ class BatchContract:
 
     @pytest.mark.parametrize("pause", [0.0, 0.001, 0.002])
     async def test_a_batch_cancelled_twice_after_a_handler_committed_is_repaired(self, lab: Lab, pause: float) -> None:
+        needs(lab, "transactional")
         needs(lab, "multiple_statements")
         inbox, committed = await lab.inbox(), asyncio.Event()
 
@@ -861,26 +907,47 @@ class BatchContract:
         assert await lab.effects() == ["a", "b", "c", "d"]
 
     async def test_a_cancelled_batch_leaves_nothing(self, lab: Lab) -> None:
-        inbox, handler = await lab.inbox(), Recorder(lab)
-        started = asyncio.Event()
-
-        async def slow(message: Message[Any], tx: Any) -> None:
-            await handler(message, tx)
-            if message.id == "2":
-                started.set()
-                await asyncio.sleep(60)
-
-        messages = [lab.message(f"{number}") for number in range(5)]
-        task = asyncio.ensure_future(inbox.process_many(messages, slow))
-        await started.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        needs(lab, "transactional")
+        inbox, messages = await lab.inbox(), [lab.message(f"{number}") for number in range(5)]
+        await cancelled_in_the_middle(inbox, lab, messages)
         assert await lab.effects() == []
-        assert await lab.query("SELECT count(*) FROM onceward_records") == [(0,)]
-        assert kinds(await inbox.process_many(messages, handler)) == ["processed"] * 5
+        assert await lab.kept() == []
+        assert kinds(await inbox.process_many(messages, Recorder(lab))) == ["processed"] * 5
+
+    async def test_a_cancelled_batch_loses_and_doubles_nothing(self, lab: Lab) -> None:
+        """Where each of a batch ends by itself, those before the cancellation stand."""
+        inbox, messages = await lab.inbox(), [lab.message(f"{number}") for number in range(5)]
+        await cancelled_in_the_middle(inbox, lab, messages)
+        assert set(await states(lab)) <= {("processed", 1), ("failed", 0)}
+        assert set(await lab.effects()) <= {"0", "1"}
+        assert {record["started"] for record in await lab.kept()} <= {0}
+        outcomes = await inbox.process_many(messages, Recorder(lab))
+        assert kinds(outcomes)[2:] == ["processed"] * 3
+        assert await states(lab) == {("processed", 1): 5}
+        assert await lab.effects() == ["0", "1", "2", "3", "4"]
+
+    async def test_a_connection_lost_in_a_batch_loses_and_doubles_nothing(self, lab: Lab) -> None:
+        """Where each of a batch ends by itself, those before it stand; of the one that was cut nobody may know."""
+        needs(lab, "network")
+        proxy = Proxy(*lab.address)
+        async with proxy.running():
+            inbox = await lab.inbox(store=lab.store_behind(proxy.port))
+
+            async def unlucky(message: Message[Any], tx: Any) -> None:
+                await lab.write(tx, message.id)
+                if message.id == "2":
+                    proxy.cut()
+
+            messages = [lab.message(f"{number}") for number in range(5)]
+            await cut_off(lab, inbox.process_many(messages, unlucky), StoreUnavailable)
+            outcomes = await inbox.process_many(messages, Recorder(lab))
+            assert set(kinds(outcomes)) <= {"processed", "duplicate"}
+            assert await states(lab) == {("processed", 1): 5}
+            assert await lab.effects() == ["0", "1", "2", "3", "4"]
+            await inbox.close()
 
     async def test_a_connection_lost_in_a_batch_is_raised_and_nobody_burns_an_attempt(self, lab: Lab) -> None:
+        needs(lab, "transactional")
         needs(lab, "network")
         proxy = Proxy(*lab.address)
         async with proxy.running():
@@ -902,12 +969,13 @@ class BatchContract:
                 with pytest.raises(StoreUnavailable):
                     await inbox.process_many(messages, unlucky)
                 assert await lab.effects() == []
-                assert await lab.query("SELECT count(*) FROM onceward_records") == [(0,)]
+                assert await lab.kept() == []
             assert set(heard.names()) == {"Unsettled", "Batch"}
             assert kinds(await inbox.process_many(messages, Recorder(lab))) == ["processed"] * 5
             await inbox.close()
 
     async def test_a_deadlock_runs_a_batch_again_without_burning_an_attempt(self, lab: Lab) -> None:
+        needs(lab, "transactional")
         needs(lab, "concurrent_units")
         await lab.query("CREATE TABLE accounts (id int PRIMARY KEY, balance int)")
         await lab.query("INSERT INTO accounts VALUES (1, 0), (2, 0)")
@@ -923,11 +991,11 @@ class BatchContract:
         results = await asyncio.gather(*(inbox.process_many(batch, add) for batch in batches))
         assert [kinds(outcomes) for outcomes in results] == [["processed"] * 2] * 2
         assert await lab.query("SELECT balance FROM accounts") == [(2,), (2,)]
-        rows = await lab.query("SELECT DISTINCT state, attempts FROM onceward_records")
-        assert rows == [("processed", 1)]
+        assert await states(lab) == {("processed", 1): 4}
 
     async def test_a_commit_that_is_refused_is_traced_to_its_message(self, lab: Lab) -> None:
         """A deferred constraint speaks at COMMIT, when nobody knows whose row it was."""
+        needs(lab, "transactional")
         await lab.query("CREATE TABLE parents (id int PRIMARY KEY)")
         await lab.query("CREATE TABLE children (parent int REFERENCES parents (id) DEFERRABLE INITIALLY DEFERRED)")
         await lab.query("INSERT INTO parents VALUES (1)")
@@ -946,8 +1014,7 @@ class BatchContract:
         inbox, marks = await lab.inbox(retry=RetryPolicy(max_attempts=3, base=0.0)), []
 
         async def look(message: Message[Any]) -> None:
-            rows = await lab.query("SELECT message_id FROM onceward_records WHERE started > 0")
-            marks.append([row[0] for row in rows])
+            marks.append([record["message_id"] for record in await lab.kept() if record["started"] > 0])
             if message.id == "b":
                 raise ValueError("no")
 
@@ -959,6 +1026,7 @@ class BatchContract:
     # --- bulk -----------------------------------------------------------------------------------------------
 
     async def test_a_bulk_handler_gets_what_is_new_in_the_order_of_arrival(self, lab: Lab) -> None:
+        needs(lab, "bulk_tx")
         inbox, bulk = await lab.inbox(), Bulk(lab)
         messages = [lab.message() for _ in range(6)]
         await inbox.process_many(messages[1:3], Recorder(lab))
@@ -1000,11 +1068,12 @@ class BatchContract:
         assert [number for number, outcome in enumerate(outcomes) if outcome.kind is not Kind.PROCESSED] == [617]
         assert (outcomes[617].kind, outcomes[617].attempts) == (Kind.FAILED, 1)
         assert len(tries) <= 2 * math.ceil(math.log2(1000)) + 1
-        rows = await lab.query("SELECT state, attempts, count(*) FROM onceward_records GROUP BY 1, 2 ORDER BY 1")
-        assert rows == [("failed", 1, 1), ("processed", 1, 999)]
+        assert await states(lab) == {("failed", 1): 1, ("processed", 1): 999}
 
     @pytest.mark.parametrize("named", ["message", "index"])
     async def test_a_bulk_error_names_its_culprits(self, lab: Lab, named: str) -> None:
+        needs(lab, "bulk_tx")
+
         class Naming(Bulk):
             def check(self, messages: list[Message[Any]]) -> None:
                 wrong = [place for place, message in enumerate(messages) if message.id in self.bad]
@@ -1025,6 +1094,8 @@ class BatchContract:
         assert await lab.effects() == ["0", "1", "4", "7", "8"]
 
     async def test_a_lane_goes_on_in_order_after_a_culprit_that_succeeds_alone(self, lab: Lab) -> None:
+        needs(lab, "bulk_tx")
+
         class Once(Bulk):
             def check(self, messages: list[Message[Any]]) -> None:
                 if len(messages) > 1 and len(self.calls) == 1:
@@ -1054,6 +1125,7 @@ class BatchContract:
     async def test_a_bulk_handler_that_ends_the_transaction_is_buried_and_nothing_runs_twice(
         self, lab: Lab, ending: str
     ) -> None:
+        needs(lab, "transactional")
         inbox = await lab.inbox()
 
         async def meddling(messages: list[Message[Any]], tx: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from onceward import Message, Position, Reject, RetryPolicy, Router, State, TryLater, Verdict, current, keys
 from onceward.errors import HandlerNotFound, KeyMissing, NotDead, PayloadMismatch, RecordNotFound, UsageError
 from onceward.outcome import Kind, verdict_of
-from onceward.testing.contract.base import Listener
+from onceward.testing.contract.base import Listener, needs
 from onceward.testing.lab import Lab, Recorder
 
 
@@ -186,16 +186,18 @@ class ProcessingContract:
         assert (record.state, record.payload) == (State.DEAD, {"amount": 7})
 
     async def test_an_accepted_message_is_acknowledged_and_left_to_its_worker(self, lab: Lab) -> None:
+        needs(lab, "queue")
         inbox, handler, message = await lab.inbox(), Recorder(lab, error=ValueError("no")), lab.message()
         with pytest.raises(ValueError, match="no"):
             await inbox.process(message, handler)
-        await lab.query("UPDATE onceward_records SET state = 'accepted'")
+        await lab.change(state="accepted")
         outcome = await inbox.process(message, handler)
         assert outcome.kind is Kind.ACCEPTED
         assert outcome.verdict is Verdict.ACK
         assert len(handler.runs) == 1
 
     async def test_an_unmet_dependency_blocks_until_it_is_processed(self, lab: Lab) -> None:
+        needs(lab, "positions")
         inbox, handler = await lab.inbox(), Recorder(lab)
         needed = Position("user-1", 5)
         order = lab.message("order", depends_on=(needed,))
@@ -239,6 +241,9 @@ class ProcessingContract:
         await inbox.discard(message)
         assert (await inbox.process(message, handler)).kind is Kind.DEAD
         assert len(handler.runs) == 1
+        record = await inbox.get_record(message)
+        assert record is not None
+        assert (record.payload, record.last_error) == (None, "Reject: bad"), "nobody will need the payload"
         with pytest.raises(NotDead):
             await inbox.replay(message, handler)
 
@@ -273,7 +278,28 @@ class ProcessingContract:
         with pytest.raises(UsageError, match="inside a handler"):
             current()
 
+    async def test_on_begin_comes_before_the_handler(self, lab: Lab) -> None:
+        """What it prepares is there when the handler runs, and where it fails the handler does not."""
+        said: list[str] = []
+
+        async def on_begin(tx: Any, message: Message[Any]) -> None:
+            if message.id == "refused":
+                raise LookupError("no such tenant")
+            said.append(f"begin {message.id}")
+
+        async def handler(message: Message[Any]) -> None:
+            said.append(f"run {message.id}")
+
+        inbox = await lab.inbox(on_begin=on_begin)
+        for name in ("a", "b"):
+            assert (await inbox.process(lab.message(name), handler)).processed
+        with pytest.raises(LookupError):
+            await inbox.process(lab.message("refused"), handler)
+        assert list(dict.fromkeys(said)) == ["begin a", "run a", "begin b", "run b"]
+        assert [one for one in said if one.startswith("run")] == ["run a", "run b"]
+
     async def test_on_begin_runs_before_the_claim_in_every_transaction(self, lab: Lab) -> None:
+        needs(lab, "transactional")
         begun: list[int] = []
 
         async def on_begin(tx: Any, message: Message[Any]) -> None:
@@ -287,7 +313,22 @@ class ProcessingContract:
         await inbox.process(message, Recorder(lab))
         assert begun == [0, 0, 1]
 
+    async def test_seen_before_adopts_what_was_done_elsewhere(self, lab: Lab) -> None:
+        known = {"old"}
+
+        async def seen_before(tx: Any, message: Message[Any]) -> bool:
+            return message.id in known
+
+        inbox, handler = await lab.inbox(seen_before=seen_before), Recorder(lab)
+        assert (await inbox.process(lab.message("old"), handler)).duplicate
+        assert (await inbox.process(lab.message("new"), handler)).processed
+        known.clear()
+        assert (await (await lab.inbox(seen_before=seen_before)).process(lab.message("old"), handler)).duplicate
+        assert handler.runs == await lab.effects() == ["new"]
+
     async def test_seen_before_adopts_what_an_old_table_knows(self, lab: Lab) -> None:
+        needs(lab, "transactional")
+
         async def seen_before(tx: Any, message: Message[Any]) -> bool:
             return bool(await lab.run(tx, "SELECT 1 FROM old_inbox WHERE id = $1", message.id))
 
@@ -319,7 +360,7 @@ class ProcessingContract:
         inbox, handler = await lab.inbox(), Recorder(lab)
         await inbox.process(lab.message("m"), handler)
         await inbox.close()
-        await lab.query("DELETE FROM onceward_records")
+        await lab.forget()
         await inbox.open()
         assert (await inbox.process(lab.message("m"), handler)).processed
 

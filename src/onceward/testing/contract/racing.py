@@ -112,6 +112,7 @@ class RacingContract:
         assert await lab.effects() == ids
 
     async def test_setting_up_is_safe_with_many_instances_starting_at_once(self, lab: Lab) -> None:
+        needs(lab, "tables")
         await lab.back_to(0)
         await asyncio.gather(*(lab.store().setup() for _ in range(8)))
         assert (await (await lab.inbox()).process(lab.message(), Recorder(lab))).processed
@@ -129,8 +130,7 @@ class RacingContract:
         for error in (ValueError("no"), TryLater(1), KeyboardInterrupt()):
             with pytest.raises(type(error)):
                 await inbox.process(lab.message(), Recorder(lab, error=error))
-        await lab.query("CREATE TABLE taken (x text)")  # needs the database for itself
-        await lab.query("DROP TABLE effects")
+        await lab.take_all()
         started = time.monotonic()
         await inbox.close()
         assert time.monotonic() - started < 5

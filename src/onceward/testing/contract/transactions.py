@@ -18,7 +18,7 @@ from onceward.errors import (
     StoreUnavailable,
 )
 from onceward.outcome import Kind, verdict_of
-from onceward.testing.contract.base import needs
+from onceward.testing.contract.base import cut_off, needs, visible
 from onceward.testing.lab import Lab, Recorder
 from onceward.testing.proxy import Proxy
 
@@ -30,13 +30,14 @@ class TransactionContract:
         claimed = []
 
         async def look(message: Message[Any], tx: Any) -> None:
-            ((count,),) = await lab.run(tx, "SELECT count(*) FROM onceward_records WHERE key = $1", message.id)
-            claimed.append(count)
+            claimed.append(await visible(lab, tx, message.id))
 
         await (await lab.inbox()).process(lab.message(), look)
-        assert claimed == [1], "the claim is inserted first, in the handler's transaction"
+        assert claimed == [1], "the claim is made first, and seen by the handler"
 
     async def test_a_savepoint_of_the_handler_can_be_undone_alone(self, lab: Lab) -> None:
+        needs(lab, "transactional")
+
         async def careful(message: Message[Any], tx: Any) -> None:
             await lab.write(tx, "kept")
             with contextlib.suppress(RuntimeError):
@@ -50,6 +51,8 @@ class TransactionContract:
         assert await lab.effects() == ["kept", "nested"]
 
     async def test_an_sql_error_inside_a_savepoint_can_be_survived(self, lab: Lab) -> None:
+        needs(lab, "transactional")
+
         async def careful(message: Message[Any], tx: Any) -> None:
             await lab.write(tx, "kept")
             with pytest.raises(Exception, match="no_such_table"):
@@ -62,6 +65,7 @@ class TransactionContract:
     @pytest.mark.parametrize("swallow", [False, True])
     async def test_savepoints_of_two_tasks_that_cross_are_never_committed_half(self, lab: Lab, swallow: bool) -> None:
         """A savepoint ends all that were made after it. Two tasks that interleave them undo each other's rows."""
+        needs(lab, "transactional")
         needs(lab, "tasks_share_tx")
 
         async def crossing(message: Message[Any], tx: Any) -> None:
@@ -96,6 +100,8 @@ class TransactionContract:
         assert record is None or (record.state, record.attempts) == (State.FAILED, 1)
 
     async def test_a_swallowed_sql_error_is_never_acknowledged_as_a_commit(self, lab: Lab) -> None:
+        needs(lab, "transactional")
+
         async def careless(message: Message[Any], tx: Any) -> Any:
             await lab.write(tx, message.id)
             with pytest.raises(Exception, match="no_such_table"):
@@ -115,11 +121,12 @@ class TransactionContract:
             assert await lab.effects() == []
             assert await inbox.get_record(message) is None
             assert (await inbox.process(message, Recorder(lab))).processed
-            await lab.query("DELETE FROM effects")
+            await lab.clear_effects()
 
     @pytest.mark.parametrize("then", ["returns", "swallows", "raises"])
     @pytest.mark.parametrize("ending", ENDINGS)
     async def test_a_handler_that_ends_the_transaction_is_found_out(self, lab: Lab, ending: str, then: str) -> None:
+        needs(lab, "transactional")
         if ";" in ending:
             needs(lab, "multiple_statements")
 
@@ -155,7 +162,7 @@ class TransactionContract:
 
         await (await lab.inbox()).process(lab.message(), keeping)
         with pytest.raises(Exception, match=r"over|permanently closed"):
-            await lab.run(kept[0], "INSERT INTO effects VALUES ('late')")
+            await lab.write(kept[0], "late")
         assert await lab.effects() == []
 
     async def test_process_inside_a_handler_is_refused_or_works(self, lab: Lab) -> None:
@@ -172,7 +179,27 @@ class TransactionContract:
             await inbox.process(lab.message("outer"), nesting)
         assert (await inbox.process(inner, Recorder(lab))).processed
 
+    async def test_a_connection_lost_while_a_handler_runs_loses_and_doubles_nothing(self, lab: Lab) -> None:
+        needs(lab, "network")
+        proxy = Proxy(*lab.address)
+        async with proxy.running():
+            inbox, message = await lab.inbox(store=lab.store_behind(proxy.port)), lab.message()
+
+            async def unlucky(message: Message[Any], tx: Any) -> None:
+                await lab.write(tx, message.id)
+                proxy.cut()
+
+            first = await cut_off(lab, inbox.process(message, unlucky), StoreUnavailable, CommitUnknown)
+            outcome = await inbox.process(message, Recorder(lab))
+            assert outcome.kind in ((Kind.DUPLICATE,) if first else (Kind.PROCESSED, Kind.DUPLICATE))
+            record = await inbox.get_record(message)
+            assert record is not None
+            assert (record.state, record.attempts) == (State.PROCESSED, 1)
+            assert await lab.effects() == [message.id]
+            await inbox.close()
+
     async def test_a_connection_lost_in_the_handler_is_not_an_attempt(self, lab: Lab) -> None:
+        needs(lab, "transactional")
         needs(lab, "network")
         proxy = Proxy(*lab.address)
         async with proxy.running():
@@ -192,6 +219,7 @@ class TransactionContract:
             await inbox.close()
 
     async def test_a_lost_connection_that_the_handler_swallows_is_not_acknowledged(self, lab: Lab) -> None:
+        needs(lab, "transactional")
         needs(lab, "network")
         proxy = Proxy(*lab.address)
         async with proxy.running():
@@ -219,21 +247,20 @@ class TransactionContract:
 
             async def reached(point: str) -> None:
                 if point == "before commit":
-                    proxy.cut_at = b"COMMIT"
+                    proxy.cut_at = lab.commit_word
 
             pointed = await lab.inbox(store=lab.store_behind(proxy.port), reached=reached)
-            with pytest.raises(CommitUnknown) as caught:
-                await pointed.process(message, handler)
-            assert verdict_of(caught.value) is Verdict.PAUSE
+            first = await cut_off(lab, pointed.process(message, handler), CommitUnknown)
             assert proxy.was_cut.is_set()
             outcome = await inbox.process(message, handler)
-            assert outcome.kind is (Kind.DUPLICATE if arrives else Kind.PROCESSED)
+            assert outcome.kind is (Kind.DUPLICATE if arrives or first else Kind.PROCESSED)
             assert outcome.result == {"charged": message.id}
             assert await lab.effects() == [message.id]
             await inbox.close()
             await pointed.close()
 
     async def test_a_deadlock_is_run_again_without_burning_an_attempt(self, lab: Lab) -> None:
+        needs(lab, "transactional")
         needs(lab, "concurrent_units")
         await lab.query("CREATE TABLE accounts (id int PRIMARY KEY, balance int)")
         await lab.query("INSERT INTO accounts VALUES (1, 0), (2, 0)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from onceward import events
 from onceward.errors import InboxClosed, Reject, SchemaMissing, UsageError
 from onceward.record import State
 from onceward.stats import Stats
-from onceward.testing.contract.base import Listener
+from onceward.testing.contract.base import Listener, has, needs, unprocessed_states
 from onceward.testing.lab import Gate, Lab, Recorder
 
 NOW = timedelta(0)
@@ -27,9 +27,10 @@ class UpkeepContract:
             await inbox.process(lab.message(name), Recorder(lab))
         for name in ("kept", "kept and old"):
             await inbox.process(lab.message(name), Recorder(lab), retention=timedelta(days=365))
-        for state in ("accepted", "running", "failed", "dead", "discarded"):
+        states = unprocessed_states(lab)
+        for state in states:
             await inbox.process(lab.message(state), Recorder(lab, error=Reject("no")))
-            await lab.query(f"UPDATE onceward_records SET state = '{state}' WHERE message_id = '{state}'")  # noqa: S608
+            await lab.change(state, state=state)
         await other.process(lab.message("old"), Recorder(lab))
         for name in ("old", "kept and old"):
             await lab.make_older(name, days=40)
@@ -39,8 +40,8 @@ class UpkeepContract:
         assert stats.oldest is not None
         assert abs(stats.oldest - (oldest.processed_at or stats.oldest)) < timedelta(minutes=1)
         assert stats == Stats(
-            consumer="billing", total=9, last_day=7, last_hour=7, oldest=stats.oldest,
-            accepted=1, running=1, processed=4, failed=1, dead=1, discarded=1, queue=stats.queue,
+            consumer="billing", total=4 + len(states), last_day=2 + len(states), last_hour=2 + len(states),
+            oldest=stats.oldest, processed=4, queue=stats.queue, **dict.fromkeys(states, 1),
         )  # fmt: skip
         assert (stats.queue.pending, stats.queue.lanes, stats.queue.dead) == (0, 0, 0), "nothing of it was accepted"
 
@@ -75,7 +76,7 @@ class UpkeepContract:
             await inbox.process(message, Recorder(lab, error=ValueError("no")))
         stuck: Any = {"older_than": timedelta(minutes=5)}
         assert await inbox.records(State.RUNNING, State.FAILED, **stuck) == []
-        await lab.query("UPDATE onceward_records SET received_at = '2020-01-01T00:00:00.000Z'")
+        await lab.change(received_at=datetime(2020, 1, 1, tzinfo=UTC))
         [record] = await inbox.records(State.RUNNING, State.FAILED, **stuck)
         assert (record.message_id, record.attempts) == (message.id, 1)
 
@@ -83,9 +84,11 @@ class UpkeepContract:
         inbox, gate = await lab.inbox(), Gate(lab)
         running = asyncio.ensure_future(inbox.process(lab.message(), gate))
         await gate.started.wait()
+        seen = [State.RUNNING] if has(lab, "claim_marks") else []
         async with asyncio.timeout(10):
-            assert (await inbox.stats()).total == 0
-            assert await inbox.records() == []
+            stats = await inbox.stats()
+            assert (stats.total, stats.running) == (len(seen), len(seen))
+            assert [record.state for record in await inbox.records()] == seen
             assert await inbox.sweepable() == 0
         gate.go.set()
         await running
@@ -99,9 +102,10 @@ class UpkeepContract:
             await inbox.process(lab.message(name), Recorder(lab))
         await lab.make_older("old", days=31)
         await asyncio.sleep(0.05)
-        assert await inbox.sweepable() == 2
-        assert await inbox.sweepable(NOW) == 3
-        assert await inbox.cleanup() == 2
+        expired = 1 if has(lab, "sweeps_expired") else 0
+        assert await inbox.sweepable() == expired + 1
+        assert await inbox.sweepable(NOW) == expired + 2
+        assert await inbox.cleanup() == expired + 1
 
     async def test_looking_refuses_what_makes_no_sense(self, lab: Lab) -> None:
         inbox: Any = await lab.inbox()
@@ -128,6 +132,7 @@ class UpkeepContract:
         assert all(isinstance(event, events.Swept) and event.duration_ms > 0 for event in heard)
 
     async def test_a_sweep_that_fails_is_told_and_raised(self, lab: Lab) -> None:
+        needs(lab, "tables")
         heard = Listener()
         inbox = await lab.inbox(listeners=[heard])
         await lab.query("ALTER TABLE onceward_records RENAME TO elsewhere")
