@@ -7,7 +7,7 @@ after a failover. Every script may therefore run twice, and says the same the se
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -17,8 +17,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
 from onceward.errors import StoreError, StoreReadOnly, StoreUnavailable, UsageError
-from onceward.redis.line import TRIES, Line
+from onceward.redis.line import Line, apart
 from onceward.redis.scripts import Script
+from onceward.redis.shelf import TRIES
 from onceward.redis.value import sorted_by_slot
 
 AGAIN = 3
@@ -56,7 +57,6 @@ class Servers:
         """A client of a cluster refuses whom it has no connection for; here they wait."""
         pool = getattr(client, "connection_pool", None)
         self._line = Line(pool) if own and isinstance(pool, BlockingConnectionPool) else None
-        self._say = client.execute_command if self._line is None else self._line.say
         self._replicas = replicas
         self._replicas_ms = round(replicas_timeout * 1000)
 
@@ -71,17 +71,28 @@ class Servers:
         """One script. `safe`: what it wrote has to be with as many replicas as were asked for."""
         if safe and self._replicas:
             return (await self.run_all(script, [Call(keys, args)], safe=True))[0]
+        if self._line is None:
+            return await apart(self._run_by_client(script, keys, args))
+        try:
+            try:
+                return await self._line.say("EVALSHA", script.sha, len(keys), *keys, *args)
+            except exceptions.NoScriptError:  # a new server, or one that was told to forget
+                return await self._line.say("EVAL", script.text, len(keys), *keys, *args)
+        except _THEIRS as error:
+            raise translated(error) from error
+
+    async def _run_by_client(self, script: Script, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
         async with self._talking():
             try:
-                return await self._say("EVALSHA", script.sha, len(keys), *keys, *args)
-            except exceptions.NoScriptError:  # a new server, or one that was told to forget
-                return await self._say("EVAL", script.text, len(keys), *keys, *args)
+                return await self.client.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
+            except exceptions.NoScriptError:
+                return await self.client.execute_command("EVAL", script.text, len(keys), *keys, *args)
 
     async def run_all(self, script: Script, calls: Sequence[Call], *, safe: bool = False) -> list[Any]:
         """One script on many slots, in one trip to each server. A reply for each."""
         if len(calls) == 1 and not (safe and self._replicas):
             return [await self.run(script, calls[0].keys, *calls[0].args)]
-        replies, error = await self._answers(script, calls, safe=safe)
+        replies, error = await apart(self._answers(script, calls, safe=safe))
         if error is not None:
             raise error
         return replies
@@ -91,7 +102,7 @@ class Servers:
         have them. Who claimed something has to know it, to be able to give it back."""
         if len(calls) == 1 and not self._replicas:
             return [await self.run(script, calls[0].keys, *calls[0].args)], None
-        return await self._answers(script, calls, safe=True)
+        return await apart(self._answers(script, calls, safe=True))
 
     async def _answers(
         self, script: Script, calls: Sequence[Call], *, safe: bool
@@ -195,18 +206,27 @@ class Servers:
     def slot(self, key: bytes) -> int:
         return int(self.client.keyslot(key)) if self.is_cluster else 0
 
-    async def keys_of(self, command: Sequence[bytes]) -> list[bytes]:
-        """The keys that a command would touch. Asked of a cluster only."""
-        if command[0].upper() == b"PUBLISH":
-            return []  # a channel is in no slot
+    def keys_of(self, commands: Sequence[Sequence[bytes]]) -> Awaitable[list[bytes]]:
+        """The keys that they would touch. Asked of a cluster only."""
+        return apart(self._keys_of(commands))
+
+    async def _keys_of(self, commands: Sequence[Sequence[bytes]]) -> list[bytes]:
+        keys: list[bytes] = []
         async with self._talking():
-            try:
-                found = await self.client.commands_parser.get_keys(command[0].decode(), *command[1:])
-            except (exceptions.ConnectionError, exceptions.TimeoutError):
-                raise
-            except exceptions.RedisError:
-                return []  # no such command, which the server will say
-        return [key if isinstance(key, bytes) else str(key).encode() for key in found or ()]
+            for command in commands:
+                found = await self._keys_of_one(command)
+                keys += [key if isinstance(key, bytes) else str(key).encode() for key in found]
+        return keys
+
+    async def _keys_of_one(self, command: Sequence[bytes]) -> Sequence[Any]:
+        if command[0].upper() == b"PUBLISH":
+            return ()  # a channel is in no slot
+        try:
+            return await self.client.commands_parser.get_keys(command[0].decode(), *command[1:]) or ()
+        except (exceptions.ConnectionError, exceptions.TimeoutError):
+            raise
+        except exceptions.RedisError:
+            return ()  # no such command, which the server will say
 
     async def primaries(self) -> list[Any]:
         """What can be scanned: each has a part of the keys. None stands for the one server."""

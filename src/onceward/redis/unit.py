@@ -1,7 +1,7 @@
 """RedisUnit: the verbs of a store, where a claim is a lease and its end a script that knows the fencing token.
 
-Whatever is said to the server is said to its end, before a cancellation is heard (`finish`): so it is known what is
-claimed. And redis-py forgets a cancellation that comes while it connects.
+Whatever is said to the server is said to its end, before a cancellation is heard (`finish_here`): so it is known what
+is claimed. What goes through redis-py has a task of its own for that (`apart`).
 
 What is claimed stays visible to others until it is completed, failed or given back. So `rollback` only forgets what the
 handler said; what was neither completed nor failed when the block ends is given back as it was before.
@@ -36,7 +36,7 @@ from onceward.redis.heart import Lease
 from onceward.redis.looking import Looking
 from onceward.redis.servers import Call, Servers
 from onceward.redis.tx import RedisTx
-from onceward.shield import finish
+from onceward.shield import finish_here
 from onceward.store import Begin, Claims, Closing, Done, Found
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class RedisUnit(Looking):
         self._tx.end()
         try:
             if self._held:
-                await finish(self._give_back(list(self._held.values())))
+                await finish_here(self._give_back(list(self._held.values())))
         finally:
             self._heart.remove(self)
         if self.was_stopped() and isinstance(error, asyncio.CancelledError):
@@ -143,16 +143,18 @@ class RedisUnit(Looking):
     # --- one message ----------------------------------------------------------------------------------------
 
     async def claim(self, record: Record) -> Found | None:
-        self._tx = self._store.tx_for(record.identity)
-        await self._hook(self._tx)
-        found = await finish(self._claim(record))
+        key = self._store.key(record.identity)
+        self._tx = self._store.tx_beside(key)
+        if self._begin is not None:
+            await self._begin(self._tx)
+        found = await finish_here(self._claim(record, key))
         if found is None:
             self._begin_work(record.identity.digest)
         return found
 
-    async def _claim(self, record: Record) -> Found | None:
+    async def _claim(self, record: Record, key: bytes) -> Found | None:
         identity = record.identity
-        held = Held(identity.digest, self._store.key(identity), 0, value.columns_of(record))
+        held = Held(identity.digest, key, 0, value.columns_of(record))
         name, lease = self._store.next_claim(), self._store.lease_us
         packed = value.packed(held.columns)
         held.name, held.tx = name, self._tx
@@ -175,7 +177,7 @@ class RedisUnit(Looking):
         return None
 
     async def take(self, found: Record, record: Record) -> bool:
-        taken = await finish(self._take(found, record, counted=0 if self._many else 1))
+        taken = await finish_here(self._take(found, record, counted=0 if self._many else 1))
         if taken and not self._many:
             self._begin_work(found.identity.digest)
         return taken
@@ -215,7 +217,7 @@ class RedisUnit(Looking):
         held.columns, held.changed = value.closed(held.columns, record), True
 
     def commit(self) -> Awaitable[None]:
-        return finish(self._commit())
+        return finish_here(self._commit())
 
     async def _commit(self) -> None:
         self._at_work = False
@@ -223,7 +225,11 @@ class RedisUnit(Looking):
         held = list(self._held.values())
         if self._many:
             held[0].tx = self._tx  # one for all of them
-        for error in await self._complete(held, together=True):
+        if len(held) == 1 and not self._servers.is_cluster:
+            outcomes = [await self._complete_one(held[0])]
+        else:
+            outcomes = await self._complete(held, together=True)
+        for error in outcomes:
             if error is not None:
                 raise error
 
@@ -244,6 +250,15 @@ class RedisUnit(Looking):
             return [wrong or next(later, wrong) for wrong in outcomes]
         return await self._complete_all(held, together=together)
 
+    async def _complete_one(self, held: Held) -> OncewardError | None:
+        """The short way of most: there is nothing to be split, and nothing can be in another slot."""
+        words = (1, held.counted, *self._completion(held))
+        try:
+            [reply] = await self._servers.run(scripts.COMPLETE, [held.key], *words, safe=True)
+        except StoreUnavailable as error:
+            raise _unheard(error) from error
+        return self._completed(held, reply)
+
     async def _complete_all(self, held: list[Held], *, together: bool) -> list[OncewardError | None]:
         counted = held[0].counted
 
@@ -259,7 +274,7 @@ class RedisUnit(Looking):
             calls = [Call([*(keys[one] for one in part), *_touched(held, part)], args(part)) for part in places]
             parts = zip(places, await self._servers.run_all(scripts.COMPLETE, calls, safe=True), strict=True)
         except StoreUnavailable as error:  # what did not happen after all is given back when the block ends
-            raise CommitUnknown(f"nobody said whether the message was completed: {error}") from error
+            raise _unheard(error) from error
         outcomes: list[OncewardError | None] = [None] * len(held)
         for part, replies in parts:
             for place, reply in zip(part, replies, strict=True):
@@ -300,7 +315,7 @@ class RedisUnit(Looking):
         if not commands:
             return None
         slots = {self._servers.slot(one.key) for one in held}
-        keys = [key for command in commands for key in await self._servers.keys_of(command)]
+        keys = await self._servers.keys_of(commands)
         held[0].touches = list(dict.fromkeys(keys))
         other = next((key for key in keys if {self._servers.slot(key)} != slots), None)
         if other is None and len(slots) == 1:
@@ -316,11 +331,11 @@ class RedisUnit(Looking):
     ) -> Record | None:
         over = (State.DEAD,) if replayed else from_states(Change.FAIL)
         await self._hook_for(record.identity)
-        return await finish(self._end(record, failure, state, delay, over=over, attempts=1))
+        return await finish_here(self._end(record, failure, state, delay, over=over, attempts=1))
 
     async def bury(self, record: Record, failure: Failure, *, over: tuple[State, ...]) -> Record | None:
         await self._hook_for(record.identity)
-        return await finish(self._end(record, failure, State.DEAD, None, over=over, attempts=0))
+        return await finish_here(self._end(record, failure, State.DEAD, None, over=over, attempts=0))
 
     async def _end(
         self, record: Record, failure: Failure, state: State, delay: float | None, *, over: tuple[State, ...],
@@ -359,7 +374,7 @@ class RedisUnit(Looking):
     async def _claim_free(self, record: Record, over: tuple[State, ...]) -> Held | None:
         """A claim that no handler runs for: to write down what somebody says of a message. None: it is not free."""
         digest = record.identity.digest
-        found = await self._claim(record)
+        found = await self._claim(record, self._store.key(record.identity))
         if found is None:
             return self._held[digest]
         if found.record.state not in over or found.record.state is State.PROCESSED or _is_running(found):
@@ -398,7 +413,7 @@ class RedisUnit(Looking):
         self._tx = store.tx_beside(keys[0])
         await self._hook(self._tx)
         self._hooked, self._consumer = len(self._tx), claims.consumer
-        return await finish(self._claim_many(claims, keys, rows))
+        return await finish_here(self._claim_many(claims, keys, rows))
 
     async def _claim_many(self, claims: Claims, keys: list[bytes], rows: list[value.Columns]) -> set[bytes]:
         name, lease, waits = self._store.next_claim(), self._store.lease_us, int(self._servers.waits)
@@ -441,7 +456,7 @@ class RedisUnit(Looking):
         return [(one.digest, self._seen[one.digest]) for one in identities if one.digest in self._seen]
 
     async def unclaim(self, identities: Sequence[Identity]) -> None:
-        await finish(self._give_back([self._held[one.digest] for one in identities if one.digest in self._held]))
+        await finish_here(self._give_back([self._held[one.digest] for one in identities if one.digest in self._held]))
 
     async def complete_many(self, closings: Sequence[Closing]) -> None:
         for closing in closings:
@@ -464,13 +479,13 @@ class RedisUnit(Looking):
 
     async def end_some(self, identities: Sequence[Identity]) -> list[OncewardError | None]:
         held = [self._held[one.digest] for one in identities]
-        return await finish(self._complete(held, together=False))
+        return await finish_here(self._complete(held, together=False))
 
     # --- each by itself -------------------------------------------------------------------------------------
 
     async def find(self, identity: Identity) -> Found | None:
         await self._hook_for(identity)
-        return await finish(self._find(identity))
+        return await finish_here(self._find(identity))
 
     async def _find(self, identity: Identity) -> Found | None:
         now, found = await self._servers.run(scripts.LOOK, [self._store.key(identity)])
@@ -499,7 +514,7 @@ class RedisUnit(Looking):
         if not identities:
             return []
         await self._hook_for(identities[0])
-        return await finish(self._look_now(identities))
+        return await finish_here(self._look_now(identities))
 
     async def _look_now(self, identities: Sequence[Identity]) -> list[tuple[bytes, bytes]]:
         keys = [self._store.key(one) for one in identities]
@@ -547,7 +562,7 @@ class RedisUnit(Looking):
             return False
         before = self._seen[identity.digest]
         seen, columns = before[: value.SEEN], value.packed(value.without_payload(value.columns_in(before)))
-        return bool(await finish(self._servers.run(scripts.DISCARD, [self._store.key(identity)], seen, columns)))
+        return bool(await finish_here(self._servers.run(scripts.DISCARD, [self._store.key(identity)], seen, columns)))
 
     # --- clocks and hooks -----------------------------------------------------------------------------------
 
@@ -570,6 +585,10 @@ class RedisUnit(Looking):
 
 def _touched(held: list[Held], places: list[int]) -> list[bytes]:
     return [key for place in places for key in held[place].touches]
+
+
+def _unheard(error: StoreUnavailable) -> CommitUnknown:
+    return CommitUnknown(f"nobody said whether the message was completed: {error}")
 
 
 def _known(error: StoreError | None) -> StoreError:

@@ -144,11 +144,12 @@ def _first_columns(  # noqa: PLR0917 - by position: it is called for each messag
 def _short(key: str) -> str | bytes:
     """Most ids are UUIDs, which are less than half as long as bytes."""
     if len(key) == 36 and key[8] == key[13] == key[18] == key[23] == "-":
+        letters = key.replace("-", "")
         try:
-            digits = bytes.fromhex(key.replace("-", ""))
+            digits = bytes.fromhex(letters)
         except ValueError:
             return key
-        if len(digits) == 16 and _long(digits) == key:
+        if len(digits) == 16 and digits.hex() == letters:  # so it comes back to the letter
             return digits
     return key
 
