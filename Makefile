@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Most tests wait for a server or a process, so there are more of them at once than processors.
 WORKERS ?= 4
+# What the tests run on. Without one of them, its tests are skipped.
+SERVICES := $(foreach name,postgres pgbouncer valkey kafka rabbitmq,$(VENV)/$(name).stamp)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast bench check format clean
@@ -14,13 +16,13 @@ help: ## Show this list
 demo: $(VENV)/demo.stamp ## A shop, a broker that repeats itself, workers that get killed: then the audit
 	@$(BIN)/python -m onceward.demo
 
-test: $(VENV)/dev.stamp $(VENV)/postgres.stamp $(VENV)/pgbouncer.stamp $(VENV)/valkey.stamp ## All tests, on SQLite and throwaway servers
-	@$(BIN)/python -m pytest -n $(WORKERS)
+test: $(VENV)/dev.stamp $(SERVICES) ## All tests, on SQLite and throwaway servers
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-test-fast: $(VENV)/dev.stamp $(VENV)/postgres.stamp $(VENV)/pgbouncer.stamp $(VENV)/valkey.stamp ## The inner loop: stop at the first failure, leave out the slow ones
+test-fast: $(VENV)/dev.stamp $(SERVICES) ## The inner loop: stop at the first failure, leave out the slow ones
 	@$(BIN)/python -m pytest -x -q -m "not slow"
 
-bench: $(VENV)/bench.stamp $(VENV)/postgres.stamp ## What it costs, beside hand-written code and others (ARGS=--quick)
+bench: $(VENV)/bench.stamp $(VENV)/postgres.stamp $(VENV)/kafka.stamp $(VENV)/rabbitmq.stamp ## What it costs, beside hand-written code and others (ARGS=--quick)
 	@$(BIN)/python -m bench $(ARGS)
 
 check: $(VENV)/dev.stamp ## Lint, format, types, and that imports point down only
@@ -68,4 +70,12 @@ $(VENV)/pgbouncer.stamp: tests/services/pgbouncer.py | $(VENV)/dev.stamp
 
 $(VENV)/valkey.stamp: tests/services/valkey.py | $(VENV)/dev.stamp
 	@$(BIN)/python -m tests.services.valkey ensure
+	@touch $@
+
+$(VENV)/kafka.stamp: tests/services/kafka.py | $(VENV)/dev.stamp
+	@$(BIN)/python -m tests.services.kafka ensure
+	@touch $@
+
+$(VENV)/rabbitmq.stamp: tests/services/rabbitmq.py | $(VENV)/dev.stamp
+	@$(BIN)/python -m tests.services.rabbitmq ensure
 	@touch $@

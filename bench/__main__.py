@@ -22,9 +22,11 @@ from bench import (
     embedded_queue,
     events,
     growth,
+    kafka_,
     latency,
     peers,
     postgres,
+    rabbitmq_,
     redis_,
     redis_admin,
     report,
@@ -49,6 +51,8 @@ QUESTIONS: dict[str, Question] = {
     "stored-sqlite": embedded_queue.stages,
     "redis": redis_.stages,
     "redis-admin": redis_admin.stages,
+    "kafka": kafka_.stages,
+    "rabbitmq": rabbitmq_.stages,
 }
 WITHOUT_POSTGRES = {"sqlite", "events", "stored-sqlite", "redis", "redis-admin"}
 

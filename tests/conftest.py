@@ -12,7 +12,7 @@ import pytest
 
 from onceward.testing import AiosqliteLab, PostgresLab, PsycopgLab, SqlAlchemyPostgresLab, SqliteLab
 from onceward.testing.redis_labs import RedisClusterLab, RedisLab
-from tests.services import pgbouncer, postgres, valkey
+from tests.services import kafka, pgbouncer, postgres, rabbitmq, valkey
 from tests.services.databases import database, drop_template, make_template
 
 
@@ -152,3 +152,38 @@ async def redis_cluster_lab(valkey_cluster: valkey.Cluster) -> AsyncIterator[Red
     lab = RedisClusterLab(valkey_cluster.url)
     async with lab.stack:
         yield lab
+
+
+@pytest.fixture(scope="session")
+def kafka_server() -> Iterator[kafka.Broker]:
+    """A Kafka for the session, or a mock that says so. Its tests are in the group "kafka", so that there is one of it.
+
+    It may be killed and frozen if it is a `kafka.Kafka`, and has to run again afterwards.
+    """
+    given = os.environ.get(kafka.VARIABLE)
+    if given:
+        yield kafka.Broker(given)
+    elif kafka.can_start():
+        with kafka.throwaway(in_memory=True) as server:
+            yield server
+    elif os.environ.get("ONCEWARD_REQUIRE_SERVICES"):
+        missing(f"no Kafka here, only a mock; set {kafka.VARIABLE}")
+    else:
+        with kafka.mock() as pretended:
+            yield pretended
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_server() -> Iterator[rabbitmq.Broker]:
+    """A RabbitMQ for the session. Its tests are in the group "rabbitmq", so that there is one of it.
+
+    It may be killed and frozen if it is a `rabbitmq.RabbitMQ`, and has to run again afterwards.
+    """
+    given = os.environ.get(rabbitmq.VARIABLE)
+    if given:
+        yield rabbitmq.Broker(given)
+        return
+    if rabbitmq.scripts() is None:
+        missing(f"no RabbitMQ here; set {rabbitmq.VARIABLE}")
+    with rabbitmq.throwaway(in_memory=True) as server:
+        yield server

@@ -8,7 +8,8 @@ The blocks of a page run in order in one namespace, in an empty folder, with `aw
 
 A page that says postgresql://localhost/shop gets a throwaway database instead, and one that says
 postgresql://localhost:6432/shop the same database through a throwaway PgBouncer. redis://localhost:6379 is a throwaway
-Valkey, and redis+cluster://localhost:7000 a cluster of them; both are emptied before.
+Valkey, and redis+cluster://localhost:7000 a cluster of them; both are emptied before. amqp://guest:guest@localhost/ is
+a throwaway RabbitMQ.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ DSN = "postgresql://localhost/shop"
 BOUNCED = "postgresql://localhost:6432/shop"
 REDIS = "redis://localhost:6379"
 CLUSTER = "redis+cluster://localhost:7000"
+RABBITMQ = "amqp://guest:guest@localhost/"
 
 _BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -154,6 +156,8 @@ def test_a_page_does_what_it_says(
         cluster = request.getfixturevalue("valkey_cluster")
         cluster.flush()
         real[CLUSTER] = cluster.url
+    if RABBITMQ in text:
+        real[RABBITMQ] = request.getfixturevalue("rabbitmq_server").url
     monkeypatch.chdir(tmp_path)
     with asyncio.Runner() as runner:
         Reader(page, real, runner, capsys).read()

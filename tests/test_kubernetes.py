@@ -135,11 +135,23 @@ def _deployment_schema() -> dict[str, Any]:
     return deployment | {"$schema": SCHEMA["$schema"], "$defs": SCHEMA["$defs"]}
 
 
-@pytest.fixture
-def deployment() -> dict[str, Any]:
-    text = (ROOT / "deploy" / "kubernetes" / "worker-deployment.yaml").read_text("utf-8")
+def deployment_of(kind: str) -> dict[str, Any]:
+    text = (ROOT / "deploy" / "kubernetes" / f"{kind}-deployment.yaml").read_text("utf-8")
     loaded: dict[str, Any] = yaml.safe_load(text)
     return loaded
+
+
+@pytest.fixture(params=["worker", "consumer"])
+def deployment(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return deployment_of(request.param)
+
+
+def grace_of(deployment: dict[str, Any]) -> int:
+    """As the program on its page says it."""
+    kind = deployment["metadata"]["labels"]["app.kubernetes.io/component"]
+    page = {"worker": "workers.md", "consumer": "brokers.md"}[kind]
+    (grace,) = re.findall(r"grace=(\d+)\)", (ROOT / "docs" / page).read_text("utf-8"))
+    return int(grace)
 
 
 def worker_of(deployment: dict[str, Any]) -> dict[str, Any]:
@@ -180,13 +192,28 @@ def test_a_worker_is_stopped_in_order_and_has_as_few_rights_as_it_can(deployment
     template = spec["template"]
     labels = template["metadata"]["labels"]
     assert spec["selector"]["matchLabels"].items() <= labels.items()
-    (grace,) = re.findall(r"grace=(\d+)\)", (ROOT / "docs" / "workers.md").read_text("utf-8"))
-    assert template["spec"]["terminationGracePeriodSeconds"] > int(grace)
+    assert template["spec"]["terminationGracePeriodSeconds"] > grace_of(deployment)
     assert container["command"][0] not in {"sh", "bash", "/bin/sh"}, "a shell keeps the signal for itself"
-    probe = container["livenessProbe"]
-    assert probe["httpGet"]["port"] in {port["name"] for port in container["ports"]}
-    assert probe["timeoutSeconds"] > 5, "health() waits for the database for five"
+    assert "lifecycle" not in container, "nothing has to be waited for before the signal"
+    probes = [container[name] for name in ("livenessProbe", "readinessProbe") if name in container]
+    for probe in probes:
+        assert probe["httpGet"]["port"] in {port["name"] for port in container["ports"]}
+        if probe["httpGet"]["path"] != "/live":
+            assert probe["timeoutSeconds"] > 5, "health() waits for the database for five"
     assert template["spec"]["securityContext"]["runAsNonRoot"]
     assert container["securityContext"]["readOnlyRootFilesystem"]
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert all("value" not in variable for variable in container["env"]), "what it is told comes from a secret"
+
+
+def test_a_consumer_is_not_started_again_because_its_broker_is_away() -> None:
+    """Which paths ask for the database and the broker, the program in docs/brokers.md says."""
+    container, page = worker_of(deployment_of("consumer")), (ROOT / "docs" / "brokers.md").read_text("utf-8")
+    alive = container["livenessProbe"]["httpGet"]["path"]
+    assert container["readinessProbe"]["httpGet"]["path"] != alive
+    assert f'path == b"{alive}" or (await inbox.health()).ok' in page
+
+
+def test_a_consumer_has_time_to_tell_its_broker_after_its_grace() -> None:
+    consumer = deployment_of("consumer")
+    assert consumer["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= grace_of(consumer) + 10

@@ -12,6 +12,7 @@ from onceward.current import Current, current
 from onceward.errors import (
     AlreadyProcessed,
     AttemptsExhausted,
+    BrokerUnavailable,
     BulkError,
     CommandFailed,
     CommitNotApplied,
@@ -71,6 +72,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AlreadyProcessed",
     "AttemptsExhausted",
+    "BrokerUnavailable",
     "BulkError",
     "Claim",
     "CommandFailed",

@@ -42,20 +42,23 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     wait: timedelta | None = None
     """From now on, by the clock of the database."""
     origin: str | None = None
+    origins: Sequence[str | None] | None = None
+    """Of each."""
     key: KeyLike | None = None
     tx: Any = None
 
+    def origin_of(self, place: int) -> str | None:
+        return self.origin if self.origins is None else self.origins[place]
 
-def asked(
-    *, lane: str | None, not_before: datetime | timedelta | None, origin: str | None, key: KeyLike | None, tx: Any
-) -> Asked:
+
+def asked(*, lane: str | None, not_before: datetime | timedelta | None, **rest: Any) -> Asked:
     if lane is not None:
         lane = check_text("lane", lane)
     if isinstance(not_before, timedelta):
-        return Asked(lane=lane, wait=not_before, origin=origin, key=key, tx=tx)
+        return Asked(lane=lane, wait=not_before, **rest)
     if not_before is not None and (not isinstance(not_before, datetime) or not_before.tzinfo is None):
         raise UsageError("not_before= is a timedelta, or a datetime with a timezone")
-    return Asked(lane=lane, not_before=not_before, origin=origin, key=key, tx=tx)
+    return Asked(lane=lane, not_before=not_before, **rest)
 
 
 class _Place(msgspec.Struct, eq=False):
@@ -83,7 +86,7 @@ class Acceptor:
             async with self._settler.plain_unit() as unit:
                 about = msgspec.structs.replace(about, not_before=_moment(await unit.now(), about.wait))
         makers: dict[str, Maker] = {}
-        places = [self._place(message, about, makers) for message in messages]
+        places = [self._place(at, message, about, makers) for at, message in enumerate(messages)]
         self._pair(places)
         todo = [place for place in places if place.outcome is None and place.first is None]
         deadline, pause = asyncio.get_running_loop().time() + self._settler.wait, 0.005
@@ -104,7 +107,7 @@ class Acceptor:
 
     # --- what is asked for ----------------------------------------------------------------------------------
 
-    def _place(self, message: Message[Any], about: Asked, makers: dict[str, Maker]) -> _Place:
+    def _place(self, at: int, message: Message[Any], about: Asked, makers: dict[str, Maker]) -> _Place:
         if not isinstance(message, Message):
             raise UsageError(f"accept takes a Message or several, not {type(message).__name__}")
         place = _Place(message)
@@ -113,7 +116,7 @@ class Acceptor:
             if make is None:
                 claimant = self._intake.claimant(message)
                 make = makers[message.type] = self._intake.maker(message.type, claimant, key=about.key)
-            place.work = make(message, about.origin)
+            place.work = make(message, about.origin_of(at))
             place.line = self.line(place.work, about)
         except Exception as error:  # noqa: BLE001 - also what a strategy of the user raises
             place.outcome = _failed(error)

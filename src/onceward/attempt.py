@@ -340,7 +340,10 @@ async def keep_failure(
         with suppress(Exception):  # a frozen exception
             error.add_note(f"onceward: attempt {attempts} of {work.message.type} {work.message.id!r} failed")
     kind = Kind.DEAD if state is State.DEAD else Kind.FAILED
-    return Outcome(kind, error=error, retry_at=retry_at, record=kept, attempts=attempts, duration_ms=duration_ms)
+    return Outcome(
+        kind, error=error, retry_at=retry_at, record=kept, attempts=attempts, duration_ms=duration_ms,
+        delay=None if kept is None else delay,
+    )  # fmt: skip
 
 
 def consequence(error: Exception, retry: RetryPolicy | None, attempts: int, crashes: int) -> tuple[State, float | None]:

@@ -66,6 +66,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     retention: timedelta | None
     redelivered: bool
     origins: Sequence[str | None] | None
+    fallback: RetryPolicy | None = None
+    """The policy where neither the call, the handler nor the inbox has one."""
 
 
 def call_of(
@@ -169,8 +171,10 @@ class Batcher(Generic[Tx]):
             handler = self._intake.handler_for(message, call.given)
         if handler is None:
             return None
-        asked = {"key": call.key, "retry": call.retry, "retention": call.retention, "redelivered": call.redelivered}
-        return self._intake.maker(message.type, handler, **asked)  # type: ignore[arg-type]
+        return self._intake.maker(
+            message.type, handler, key=call.key, retry=call.retry, fallback=call.fallback, retention=call.retention,
+            redelivered=call.redelivered,
+        )  # fmt: skip
 
     def _cannot_be_kept(self, batch: _Taken, place: int, error: Exception) -> Outcome[Any]:
         message = batch.call.messages[place]

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from onceward import events
+from onceward.brake import Brake
 from onceward.errors import InboxClosed, OncewardError, TryLater, UsageError
 from onceward.handlers import BulkHandler
 from onceward.lease import run_leased
@@ -66,6 +67,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     poll_interval: float = 1.0
     batch: int = LARGEST
     grace: float = 25.0
+    brake: Brake | None = None
+
+    @property
+    def brakes(self) -> bool:
+        return self.brake is not None and self.brake.on
 
 
 def check_share(share: Any) -> Share | None:
@@ -139,7 +145,7 @@ class Crew:
         spares = Spares(self._give_back_elsewhere)
 
         def ask(turn: Turn) -> Claiming | None:
-            if goes_on is None or self.closed or self._left or not goes_on():
+            if goes_on is None or self.closed or self._left or not goes_on() or options.brakes:
                 return None
             if not spares and monotonic() - began > ROUND:
                 return None
@@ -161,7 +167,7 @@ class Crew:
                             pace.went(len(step.claimed), len(step.slots), full=step.full, again=step.again)
                         if ahead is None or ahead.found is None:
                             break
-                        self._tell(step.slots)
+                        self._tell(step.slots, options)
                         (claiming, begun), ahead.found = ahead.found, None
                         spares.went_on(claiming, begun)
                         pace.claimed(len(begun.claimed) + len(begun.spare), claiming)
@@ -173,10 +179,10 @@ class Crew:
                 await finish(self._put_off(step.claiming.owner, leased))
             raise
         finally:
-            self._tell(step.slots)  # they are committed, whatever became of the rest
+            self._tell(step.slots, options)  # they are committed, whatever became of the rest
         if leased is not None:
             ran = await self._leased(step.claiming.owner, leased)
-            self._tell(ran)
+            self._tell(ran, options)
             step.slots += ran
         return step
 
@@ -403,7 +409,10 @@ class Crew:
             self._looked = monotonic()
             await unit.wake_overdue(self._settings.intake.consumer)
 
-    def _tell(self, slots: Sequence[Slot]) -> None:
+    def _tell(self, slots: Sequence[Slot], options: Options) -> None:
+        if options.brake is not None:
+            for slot in slots:
+                options.brake.note(slot.outcome)
         bus, consumer, quiet = self._bus, self._settings.intake.consumer, self._bus.is_quiet
         for slot in slots:
             outcome = slot.outcome

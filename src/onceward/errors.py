@@ -264,3 +264,10 @@ class SchemaTooNew(StoreError):
 
     found: int
     wanted: int
+
+
+# --- the broker ---------------------------------------------------------------------------------------------
+
+
+class BrokerUnavailable(OncewardError):
+    """The broker cannot be reached. Check its address and that it runs."""

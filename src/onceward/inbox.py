@@ -25,6 +25,7 @@ from onceward.errors import (
     NotDead,
     PayloadMismatch,
     RecordNotFound,
+    Reject,
     StoreError,
     TryLater,
     UsageError,
@@ -45,7 +46,7 @@ from onceward.shield import LoopLock
 from onceward.slot import OnDead, OnDeadDependency
 from onceward.stats import Stats
 from onceward.store import Store
-from onceward.stored import StoredInbox, StoredOptions
+from onceward.stored import RETRY, StoredInbox, StoredOptions
 from onceward.tenants import TenantLike
 from onceward.upkeep import Progress, Upkeep
 from onceward.watch import watched
@@ -185,6 +186,15 @@ class Inbox(StoredInbox[Tx]):
     def subscribe(self, listener: events.Listener) -> Callable[[], None]:
         """Hear what happens, see onceward.events. Call what this returns to stop."""
         return self._bus.subscribe(listener)
+
+    def emit(self, event: events.Event) -> None:
+        """Tell those who listen. For what is around an inbox, such as `consume`."""
+        self._bus.emit(event)
+
+    @property
+    def retention(self) -> timedelta:
+        """How long records are kept, where nothing else is said."""
+        return self._retention
 
     # --- handlers -------------------------------------------------------------------------------------------
 
@@ -357,6 +367,21 @@ class Inbox(StoredInbox[Tx]):
         asked = {"key": key, "retry": retry, "retention": retention, "redelivered": redelivered}
         return await self._batch(call_of("process_bulk", messages, handler, origins=origins, **asked))
 
+    def deliver(
+        self,
+        messages: Sequence[Message[Any]],
+        handler: Callable[..., Any] | None = None,
+        *,
+        bulk: Callable[..., Any] | None = None,
+        redelivered: bool = False,
+        origins: Sequence[str | None] | None = None,
+    ) -> Coroutine[Any, Any, list[Outcome[Any]]]:
+        """For loops of brokers: process_many, or process_bulk with `bulk`, with retries that end, also where nothing is
+        said about them."""
+        verb, given = ("process_many", handler) if bulk is None else ("process_bulk", bulk)
+        asked = {"key": None, "retry": None, "retention": None, "redelivered": redelivered, "fallback": RETRY}
+        return self._batch(call_of(verb, messages, given, origins=origins, **asked))
+
     def _batch(self, call: Call) -> Coroutine[Any, Any, list[Outcome[Any]]]:
         if not self._open:
             raise InboxClosed
@@ -433,6 +458,19 @@ class Inbox(StoredInbox[Tx]):
             outcome = await self._settler.keep_failure(work, error)
         self._tell(work, outcome)
         return outcome
+
+    async def bury(self, message: Message[Any], error: Exception, *, origin: str | None = None) -> Outcome[Any]:
+        """Keep a message as a dead letter that no handler can run: DEAD. If it was settled before, what it came to.
+
+        One that has no usable key or tenant is kept by its id, in a scope of its own; one that is too large without its
+        payload, and the error says so. InvalidMessage: not even that can be kept.
+        """
+        self._check_message(message, "bury")
+
+        async def bury(_message: Message[Any]) -> None:
+            raise error if isinstance(error, Reject) else Reject(str(error)) from error
+
+        return await self._settle(self._intake.work_to_bury(message, handler_of(bury), origin))
 
     def _claim_work(self, verb: str, message: Message[Any], **known: Any) -> Work:
         self._check_message(message, verb)

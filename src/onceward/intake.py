@@ -40,6 +40,9 @@ MOST_OF_A_PLACE = 2560
 """Bytes of consumer, tenant and stream together. A position is found by an index on them, and PostgreSQL has no entries
 of more than a third of a page."""
 
+QUARANTINE = "quarantine"
+"""The scope of dead letters that have no usable key or tenant."""
+
 TYPES = 1000
 """Message types whose last maker is kept."""
 
@@ -163,13 +166,14 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
         key: KeyLike | None = None,
         retry: RetryPolicy | None = None,
         retention: timedelta | None = None,
+        fallback: RetryPolicy | None = None,
         redelivered: bool = False,
         raise_on_mismatch: bool | None = None,
         replayed: bool = False,
     ) -> Maker:
         """Makes the work of messages of one type; what is the same for all of them is found out once."""
         strategy = self._strategy(type_, key or handler.key)
-        policy = retry or handler.retry or self.retry
+        policy = retry or handler.retry or self.retry or fallback
         kept = handler.retention if retention is None else check_retention(retention)
         by_id, by_stream = strategy is keys.message_id, self.lane is lanes.by_stream
         consumer, tenant, scope, has_tenants = self.consumer, self.tenant, strategy.scope, self.has_tenants
@@ -214,6 +218,18 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
             )
 
         return make
+
+    def work_to_bury(self, message: Message[Any], handler: Handler, origin: str | None) -> Work:
+        """Of a message that no handler can run, with as much of it as can be kept. InvalidMessage: nothing can."""
+        make = self.maker(message.type, handler)
+        bare = msgspec.structs.replace(
+            message, payload=None, body=None, headers={}, stream=None, position=None, depends_on=()
+        )
+        aside = Identity(self.consumer, message.tenant or "default", QUARANTINE, message.id)
+        for kept, identity in ((message, None), (bare, None), (message, aside)):
+            with suppress(Exception):  # also what a strategy of the user raises
+                return make(kept, origin, identity)
+        return make(bare, origin, aside)
 
     def identity_of(self, message: Message[Any], key: KeyLike | None = None) -> Identity:
         strategy = self._strategy(message.type, key)

@@ -51,6 +51,8 @@ class Outcome(msgspec.Struct, Generic[R], frozen=True):
     record: Record | None = None
     attempts: int = 0
     duration_ms: float | None = None
+    delay: float | None = None
+    """Of one that failed: seconds from its failure to `retry_at`, whatever the clock here says."""
 
     @property
     def processed(self) -> bool:

@@ -299,6 +299,13 @@ class TurnClosing(msgspec.Struct, frozen=True):
     """See Taken."""
 
 
+class BusyLanes(msgspec.Struct, frozen=True):
+    """Which of some lanes have messages in the queue, and whether any lane of the consumer has."""
+
+    lanes: frozenset[bytes]
+    any: bool
+
+
 class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
     """A unit of a store that has a queue. What is "alone" here is a short transaction of its own."""
 
@@ -386,6 +393,9 @@ class QueueUnit(Unit[Tx_co], Protocol[Tx_co]):
 
     async def call(self, consumer: str) -> None:
         """Alone, or at the commit of a joined unit: tell workers in other processes that there is something to do."""
+
+    async def busy_lanes(self, consumer: str, lanes: Sequence[bytes]) -> BusyLanes:
+        """Alone: where a message would have to wait its turn."""
 
     async def due_in(self, consumer: str, share: Share | None = None) -> float | None:
         """Alone: seconds until the next lane is due, 0 when one is. None: nothing is scheduled."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from datetime import datetime, timedelta
 from time import monotonic
 from typing import Any, Generic, TypeVar, overload
@@ -13,9 +13,11 @@ import msgspec
 
 from onceward import events
 from onceward.accept import Acceptor, asked
+from onceward.brake import Brake
 from onceward.crew import LARGEST, Crew, Options, check_share, outcome_of_slot
 from onceward.errors import InboxClosed, InvalidMessage, NotDead, OncewardError, UsageError
 from onceward.handlers import bulk_handler_of
+from onceward.identity import digest
 from onceward.intake import Intake
 from onceward.iterate import StoredWork, works
 from onceward.keys import KeyLike
@@ -48,16 +50,43 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
     freeze_after: float | None = 300.0
 
 
+class SourceHealth(msgspec.Struct, frozen=True):
+    """How it goes with one source that `consume` reads from."""
+
+    name: str
+    ok: bool
+    """Its broker is reached, as far as is known, and it is not stuck."""
+    state: str
+    """running, paused (the database is away), braking (everything fails) or draining."""
+    received: int
+    """Deliveries so far."""
+    settled: int
+    in_flight: int
+    """Received and not settled."""
+    held: int
+    """Of these: put off, to be tried again."""
+    trouble: str | None = None
+
+
 class Health(msgspec.Struct, frozen=True):
     """Whether an inbox can do its part, for probes."""
 
     ok: bool
-    """The database answers, and the workers of this process, if there are any, go on."""
+    """The database answers, the workers of this process, if there are any, go on, and so do its sources."""
     store: bool
     workers: int
     idle_for: float | None = None
     """Seconds since a worker of this process last looked for work; None without workers."""
     error: str | None = None
+    sources: tuple[SourceHealth, ...] = ()
+    """The brokers that `consume` reads from in this process."""
+
+
+class QueuedLanes(msgspec.Struct, frozen=True):
+    lanes: frozenset[tuple[str, str]]
+    """A tenant and a name each."""
+    any: bool
+    """The consumer has something in its queue, in whatever lane."""
 
 
 STUCK = 60.0
@@ -92,8 +121,10 @@ class StoredInbox(Generic[Tx]):
             on_begin=on_begin,
             freeze_after=options.freeze_after,
         )
+        self._intake = intake
         self._crew = Crew(settler, settings, bus, self._bell)
         self._herald = Herald(self._tell_others)
+        self._reports: list[Callable[[], SourceHealth]] = []
 
     # --- keeping --------------------------------------------------------------------------------------------
 
@@ -118,6 +149,7 @@ class StoredInbox(Generic[Tx]):
         not_before: datetime | timedelta | None = ...,
         key: KeyLike | None = ...,
         origin: str | None = ...,
+        origins: Sequence[str | None] | None = ...,
         tx: Any = ...,
     ) -> list[Outcome[Any]]: ...
 
@@ -129,19 +161,21 @@ class StoredInbox(Generic[Tx]):
         not_before: datetime | timedelta | None = None,
         key: KeyLike | None = None,
         origin: str | None = None,
+        origins: Sequence[str | None] | None = None,
         tx: Any = None,
     ) -> Outcome[Any] | list[Outcome[Any]]:
         """Keep a message, or a list of them, exactly once, to be worked on later. If this returns, acknowledge.
 
         ACCEPTED: it is durable, and workers (`run`) will have it. DUPLICATE: it was accepted or processed before.
         With `tx`, a transaction that you opened, it is kept when you commit. `lane` names its lane, in place of the
-        inbox's strategy; with `not_before` it waits, and its lane with it.
+        inbox's strategy; with `not_before` it waits, and its lane with it. `origin` is kept for people; of a list, each
+        has its own in `origins`.
 
         For a list nothing is raised for one message: its outcome is FAILED or BUSY, and `outcome.verdict` says what to
         do with it.
         """
         self._check_queue("accept")
-        about = asked(lane=lane, not_before=not_before, origin=origin, key=key, tx=tx)
+        about = asked(lane=lane, not_before=not_before, origin=origin, origins=origins, key=key, tx=tx)
         if isinstance(message, Message):
             (outcome,) = await self._acceptor.accept([message], about)
             self._ring([outcome], tx)
@@ -150,7 +184,10 @@ class StoredInbox(Generic[Tx]):
             return outcome
         if isinstance(message, (str, bytes)) or not isinstance(message, Iterable):
             raise UsageError(f"accept takes a Message or several, not {type(message).__name__}")
-        outcomes = await self._acceptor.accept(message, about)
+        listed = list(message)
+        if origins is not None and len(origins) != len(listed):
+            raise UsageError(f"accept got {len(listed)} messages and {len(origins)} origins")
+        outcomes = await self._acceptor.accept(listed, about)
         self._ring(outcomes, tx)
         return outcomes
 
@@ -164,6 +201,19 @@ class StoredInbox(Generic[Tx]):
         """Other processes that work on this consumer's queue."""
         async with self._crew.unit() as unit:
             await unit.call(self.consumer)
+
+    def lane_of(self, message: Message[Any]) -> tuple[str, str] | None:
+        """The tenant and the name of its lane. None: it needs no order, or its tenant or key is missing."""
+        return self._intake.lane_of(message)
+
+    async def queued_lanes(self, lanes: Iterable[tuple[str, str]]) -> QueuedLanes:
+        """Which of these lanes have messages in the queue that are not settled: what comes later in one of them has to
+        be accepted too, or it would overtake them."""
+        self._check_queue("queued_lanes")
+        names = {digest(self.consumer, tenant, "lane", name): (tenant, name) for tenant, name in lanes}
+        async with self._crew.unit(read_only=True) as unit:
+            busy = await unit.busy_lanes(self.consumer, list(names))
+        return QueuedLanes(frozenset(names[lane] for lane in busy.lanes), busy.any)
 
     # --- working --------------------------------------------------------------------------------------------
 
@@ -212,10 +262,11 @@ class StoredInbox(Generic[Tx]):
         share: tuple[int, int] | None = None,
         poll_interval: float = 1.0,
         batch: int = LARGEST,
+        brake: Brake | None = None,
     ) -> AbstractAsyncContextManager[RunningWorker]:
-        """`run` in the background, for as long as the block lasts."""
+        """`run` in the background, for as long as the block lasts. With a `brake` it goes slowly while all fails."""
         options = _options(
-            handler, bulk, share=share,
+            handler, bulk, share=share, brake=brake,
             concurrency=concurrency, grace=grace, poll_interval=poll_interval, batch=batch,
         )  # fmt: skip
         return in_background(self._working("worker"), options)
@@ -292,7 +343,18 @@ class StoredInbox(Generic[Tx]):
         except (OncewardError, TimeoutError, OSError) as problem:
             error = f"{type(problem).__name__}: {problem}"
         stuck = idle_for is not None and idle_for > STUCK and self._crew.leased < workers
-        return Health(error is None and not stuck, error is None, workers, idle_for, error)
+        sources = tuple(report() for report in self._reports)
+        ok = error is None and not stuck and all(source.ok for source in sources)
+        return Health(ok, error is None, workers, idle_for, error, sources)
+
+    @contextmanager
+    def reporting(self, report: Callable[[], SourceHealth]) -> Iterator[None]:
+        """While it lasts, `health` asks it too. For `consume`."""
+        self._reports.append(report)
+        try:
+            yield
+        finally:
+            self._reports.remove(report)
 
     async def _close_stored(self) -> None:
         self._crew.closed = True

@@ -10,6 +10,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from time import monotonic
 
 from onceward.crew import Crew, Options
 from onceward.errors import CommitUnknown, StoreUnavailable, TryLater
@@ -75,6 +76,9 @@ async def _work(crew: Crew, options: Options, stop: asyncio.Event, leaving: asyn
         while goes_on():
             crew.check_open()
             ear.clear()
+            crew.last_step = monotonic()
+            if options.brakes and not await _braked(options, pace, ear):
+                continue
             try:
                 step = await crew.step(options, pace, goes_on)
             except Exception as error:
@@ -87,12 +91,25 @@ async def _work(crew: Crew, options: Options, stop: asyncio.Event, leaving: asyn
             trouble = 0
             if step.claimed:
                 continue
+            if options.brake is not None:
+                options.brake.give_back()
             pace.idle()
             patience = options.poll_interval if step.due is None else min(options.poll_interval, step.due)
             await _rest(ear, patience or min(options.poll_interval, TAKEN_PAUSE))
     finally:
         crew.running -= 1
         crew.bell.forget(ear)
+
+
+async def _braked(options: Options, pace: Pace, ear: asyncio.Event) -> bool:
+    """While everything fails: whether it is this worker's time to try one message."""
+    brake = options.brake
+    pause = 0.0 if brake is None else brake.pause()
+    if pause:
+        await _rest(ear, min(pause, options.poll_interval))
+        return False
+    pace.idle()
+    return True
 
 
 async def _rest(ear: asyncio.Event, seconds: float) -> None:
@@ -134,6 +151,10 @@ class RunningWorker:
     @property
     def running(self) -> bool:
         return not self._task.done()
+
+    async def wait(self) -> None:
+        """Until they have ended; what ended them is raised."""
+        await asyncio.shield(self._task)
 
 
 @asynccontextmanager

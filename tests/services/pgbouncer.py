@@ -17,14 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from tests.services import debian
 from tests.services.postgres import as_user, free_port
 
 POOL_SIZE = 5
 """Connections to PostgreSQL for each database, far fewer than the tests have clients. A prime: a client that needs the
 same number of transactions for each message still comes to all of them in turn.
 """
-
-_POLICY = Path("/usr/sbin/policy-rc.d")
 
 
 def binary() -> str | None:
@@ -35,29 +34,9 @@ def ensure() -> None:
     """Make sure that there is a PgBouncer to start."""
     if binary():
         return
-    if os.geteuid() == 0 and shutil.which("apt-get"):
-        print("Installing PgBouncer for the tests ...")
-        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        subprocess.run(["apt-get", "update", "-q"], env=environment, check=False, stdout=subprocess.DEVNULL)
-        install = ["apt-get", "install", "-qy", "--no-install-recommends", "pgbouncer"]
-        with _no_service_starts():
-            subprocess.run(install, env=environment, check=False, stdout=subprocess.DEVNULL)
+    debian.install("pgbouncer")
     if not binary():
         print("No PgBouncer could be found or installed: its tests will be skipped")
-
-
-@contextmanager
-def _no_service_starts() -> Iterator[None]:
-    """The package must not start a server of its own. This is how Debian wants to be told."""
-    if _POLICY.exists():
-        yield
-        return
-    _POLICY.write_text("#!/bin/sh\nexit 101\n")
-    _POLICY.chmod(0o755)
-    try:
-        yield
-    finally:
-        _POLICY.unlink()
 
 
 class Bouncer:

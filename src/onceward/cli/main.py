@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from onceward import __version__
-from onceward.cli import cleanup, doctor, records, stats, tables, worker
+from onceward.cli import cleanup, consume, doctor, records, stats, tables, worker
 from onceward.errors import OncewardError
 
 INTERRUPTED = 130
@@ -30,6 +30,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="onceward", description="Every message takes effect exactly once.")
     parser.add_argument("--version", action="version", version=f"onceward {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (tables, worker, cleanup, stats, records, doctor):
+    for module in (tables, worker, consume, cleanup, stats, records, doctor):
         module.add(commands)
     return parser

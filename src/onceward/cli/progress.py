@@ -1,4 +1,4 @@
-"""How far a cleanup has come: a bar on a terminal where rich is installed, else a line now and then."""
+"""How far long work has come: a bar on a terminal where rich is installed, else a line now and then."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PAUSE = 2.0
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[int], None]]:
+def progress(total: int, what: str = "records deleted") -> Iterator[Callable[[int], None]]:
     """Gives what is to be called with the number so far. Everything goes to stderr."""
     bar = _bar(total) if sys.stderr.isatty() else None
     if bar is None:
-        yield _lines(total)
+        yield _lines(total, what)
         return
     with bar:
-        task = bar.add_task("cleanup", total=total)
+        task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)
 
 
@@ -35,13 +35,13 @@ def _bar(total: int) -> Any:
     return Progress(*columns, console=Console(stderr=True), disable=total == 0)
 
 
-def _lines(total: int) -> Callable[[int], None]:
+def _lines(total: int, what: str) -> Callable[[int], None]:
     last = monotonic()
 
     def tell(done: int) -> None:
         nonlocal last
         if monotonic() - last >= PAUSE:
             last = monotonic()
-            print(f"onceward: {done} of {total} records deleted", file=sys.stderr)
+            print(f"onceward: {done} of {total} {what}" if total else f"onceward: {done} {what}", file=sys.stderr)
 
     return tell

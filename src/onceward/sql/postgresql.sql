@@ -479,6 +479,14 @@ UPDATE onceward_records
 SET started = greatest(0, started - 1), state = CASE WHEN state = 'running' THEN 'accepted' ELSE state END
 WHERE identity = :identity::text::uuid AND started > 0
 
+-- Those of them that have messages; and a line without a lane where any lane has.
+-- name: queue_busy
+SELECT uuid_send(lane) AS lane FROM onceward_lanes WHERE lane = ANY (string_to_array(:lanes::text, ',')::uuid[])
+UNION ALL
+SELECT NULL::bytea
+WHERE EXISTS (SELECT FROM onceward_lanes WHERE consumer = :consumer::text AND run_at IS NOT NULL)
+   OR EXISTS (SELECT FROM onceward_lanes WHERE consumer = :consumer::text AND run_at IS NULL)
+
 -- A lane whose claim is over, and that is there all the same, is locked by its turn, however long that takes; or it is
 -- claimed when somebody looks the next time.
 -- name: queue_due_in

@@ -13,6 +13,7 @@ from onceward.errors import UsageError
 from onceward.identity import Identity, digest
 from onceward.queue import (
     Begun,
+    BusyLanes,
     Claiming,
     DoneLine,
     Kept,
@@ -30,7 +31,7 @@ from onceward.record import Record
 from onceward.sql.arrays import array
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
-from onceward.sql.queue_rows import lanes_of, queued_of
+from onceward.sql.queue_rows import busy_of, lanes_of, queued_of
 from onceward.sql.verbs import record_of
 
 _NEW = KeptLine(Kept.NEW)
@@ -272,6 +273,11 @@ def channel(dialect: Dialect, consumer: str) -> str:
 
 def call(dialect: Dialect, consumer: str) -> Plan[None]:
     yield dialect("queue_call", {"channel": channel(dialect, consumer)})
+
+
+def busy_lanes(dialect: Dialect, consumer: str, lanes: Sequence[bytes]) -> Plan[BusyLanes]:
+    result = yield dialect("queue_busy", {"consumer": consumer, "lanes": ",".join(lane.hex() for lane in lanes)})
+    return busy_of(result.rows)
 
 
 def due_in(dialect: Dialect, consumer: str, share: Share | None) -> Plan[float | None]:

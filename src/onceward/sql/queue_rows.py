@@ -10,7 +10,7 @@ import msgspec
 
 from onceward.identity import Identity
 from onceward.message import Position, restored
-from onceward.queue import Queued, QueueLine, Unmet
+from onceward.queue import BusyLanes, Queued, QueueLine, Unmet
 from onceward.record import State
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan
@@ -42,6 +42,11 @@ def lanes_of(lines: Sequence[QueueLine]) -> list[LaneLine]:
 def _earlier(one: datetime | None, other: datetime | None) -> bool:
     """None is now."""
     return other is not None and (one is None or one < other)
+
+
+def busy_of(rows: Sequence[Mapping[str, Any]]) -> BusyLanes:
+    found = [row["lane"] for row in rows]
+    return BusyLanes(frozenset(bytes(lane) for lane in found if lane is not None), None in found)
 
 
 CIRCLE = 100

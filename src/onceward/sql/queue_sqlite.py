@@ -18,6 +18,7 @@ from onceward.message import Message, Position, restored
 from onceward.queue import (
     LAST,
     BlockedLine,
+    BusyLanes,
     DoneLine,
     FailedLine,
     Kept,
@@ -35,7 +36,7 @@ from onceward.queue import (
 from onceward.record import Record, State
 from onceward.sql.dialect import Dialect
 from onceward.sql.plan import Plan, Statement
-from onceward.sql.queue_rows import LaneLine, lanes_of
+from onceward.sql.queue_rows import LaneLine, busy_of, lanes_of
 from onceward.sql.verbs import discard, moment_of, record_of
 
 Row: TypeAlias = Mapping[str, Any]
@@ -311,6 +312,11 @@ def mark_start(dialect: Dialect, owner: str, lane: bytes, identity: Identity) ->
 
 def unmark_start(dialect: Dialect, identity: Identity) -> Plan[None]:
     yield dialect("queue_unmark_start", {"identity": identity.digest})
+
+
+def busy_lanes(dialect: Dialect, consumer: str, lanes: Sequence[bytes]) -> Plan[BusyLanes]:
+    result = yield dialect("queue_busy", {"consumer": consumer, "lanes": b"".join(lanes)})
+    return busy_of(result.rows)
 
 
 def due_in(dialect: Dialect, consumer: str, share: Share | None) -> Plan[float | None]:

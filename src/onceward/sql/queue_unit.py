@@ -9,7 +9,19 @@ from typing import Any, TypeVar
 from onceward.errors import CommitUnknown, HandlerEndedTransaction, OncewardError
 from onceward.identity import Identity
 from onceward.message import Position
-from onceward.queue import Begun, Claiming, KeptLine, LaneClaim, Queued, QueueLine, Share, Taken, TurnClosing, Unmet
+from onceward.queue import (
+    Begun,
+    BusyLanes,
+    Claiming,
+    KeptLine,
+    LaneClaim,
+    Queued,
+    QueueLine,
+    Share,
+    Taken,
+    TurnClosing,
+    Unmet,
+)
 from onceward.record import Record
 from onceward.sql import queue_postgresql, queue_rows, queue_sqlite, queue_stats
 from onceward.sql.plan import Plan
@@ -202,6 +214,9 @@ class QueueVerbs(PlanUnit[Tx]):
     async def call(self, consumer: str) -> None:
         if self._driver.features.listens:
             await self._at_once(self._queue.call(self._dialect, consumer))
+
+    async def busy_lanes(self, consumer: str, lanes: Sequence[bytes]) -> BusyLanes:
+        return await self._at_once(self._queue.busy_lanes(self._dialect, consumer, lanes))
 
     async def due_in(self, consumer: str, share: Share | None = None) -> float | None:
         return await self._at_once(self._queue.due_in(self._dialect, consumer, share))

@@ -453,6 +453,15 @@ UPDATE onceward_records
 SET started = max(0, started - 1), state = CASE WHEN state = 'running' THEN 'accepted' ELSE state END
 WHERE identity = :identity AND started > 0
 
+-- Those of them that have messages; and a line without a lane where any lane has.
+-- name: queue_busy
+WITH RECURSIVE place(at) AS (SELECT 1 UNION ALL SELECT at + 16 FROM place WHERE at + 16 < length(:lanes))
+SELECT lane FROM onceward_lanes WHERE lane IN (SELECT substr(:lanes, at, 16) FROM place)
+UNION ALL
+SELECT NULL
+WHERE EXISTS (SELECT 1 FROM onceward_lanes WHERE consumer = :consumer AND run_at IS NOT NULL)
+   OR EXISTS (SELECT 1 FROM onceward_lanes WHERE consumer = :consumer AND run_at IS NULL)
+
 -- name: queue_due_in
 SELECT (julianday(run_at) - julianday('now')) * 86400.0 AS seconds FROM onceward_lanes
 WHERE consumer = :consumer AND run_at IS NOT NULL

@@ -72,13 +72,15 @@ class Proxy:
             writer.transport.abort()
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Proxy]:
+    async def running(self, port: int = 0) -> AsyncIterator[Proxy]:
+        """On any free port, unless clients will look for it on a certain one."""
+
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.ensure_future(self._serve(reader, writer))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-        server = await asyncio.start_server(accept, "127.0.0.1", 0)
+        server = await asyncio.start_server(accept, "127.0.0.1", port)
         self.port = server.sockets[0].getsockname()[1]
         try:
             yield self

@@ -125,9 +125,9 @@ class RetentionContract:
         for _ in range(25):
             await inbox.process(lab.message(), Recorder(lab))
         assert await inbox.cleanup(NOW, batch=10, progress=told.append) == 25
-        steps = [now - before for before, now in zip([0, *told], told, strict=False)]
-        assert (told[-1], max(steps) <= 10, min(steps) >= 0) == (25, True, True)
-        if has(lab, "tables"):
+        assert told[-1] == 25
+        assert told == sorted(told)
+        if has(lab, "tables"):  # a scan gives some more or fewer at a time
             assert told == [10, 20, 25], "a batch is as large as it may be"
 
     async def test_a_record_with_a_time_of_its_own_goes_before_the_others(self, lab: Lab) -> None:

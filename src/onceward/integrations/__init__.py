@@ -1,0 +1,1 @@
+"""onceward inside frameworks that have their own loop around a broker."""
