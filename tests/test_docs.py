@@ -9,7 +9,7 @@ The blocks of a page run in order in one namespace, in an empty folder, with `aw
 A page that says postgresql://localhost/shop gets a throwaway database instead, and one that says
 postgresql://localhost:6432/shop the same database through a throwaway PgBouncer. redis://localhost:6379 is a throwaway
 Valkey, and redis+cluster://localhost:7000 a cluster of them; both are emptied before. amqp://guest:guest@localhost/ is
-a throwaway RabbitMQ.
+a throwaway RabbitMQ, and KAFKA = "localhost:9092" a throwaway Kafka.
 """
 
 from __future__ import annotations
@@ -39,12 +39,21 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
-EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+GROUPS = {"kafka.md": ["kafka"], "rabbitmq.md": ["rabbitmq"]}
+"""Pages that run with other tests of the same broker, so that there is one of it."""
+EVERY_PAGE = pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[pytest.mark.xdist_group(name) for name in GROUPS.get(page.name, ())])
+        for page in PAGES
+    ],
+)
 DSN = "postgresql://localhost/shop"
 BOUNCED = "postgresql://localhost:6432/shop"
 REDIS = "redis://localhost:6379"
 CLUSTER = "redis+cluster://localhost:7000"
 RABBITMQ = "amqp://guest:guest@localhost/"
+KAFKA = '"localhost:9092"'
 
 _BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -156,6 +165,8 @@ def test_a_page_does_what_it_says(
         cluster = request.getfixturevalue("valkey_cluster")
         cluster.flush()
         real[CLUSTER] = cluster.url
+    if f"KAFKA = {KAFKA}" in text:
+        real[KAFKA] = repr(request.getfixturevalue("kafka_server").bootstrap)
     if RABBITMQ in text:
         real[RABBITMQ] = request.getfixturevalue("rabbitmq_server").url
     monkeypatch.chdir(tmp_path)
