@@ -153,7 +153,7 @@ class Ground:
         return more + await self._watch.effects()
 
     def consuming(
-        self, name: str, gate: Gate, fill: Fill, *floors: str, accept: bool = False, **options: Any
+        self, name: str, gate: Gate, fill: Fill, *floors: str, about: int, accept: bool = False, **options: Any
     ) -> Variant:
         """`consume`, until all messages of the slice are settled and the broker has been told."""
         inbox = self.keeping if accept else self.inbox
@@ -165,10 +165,15 @@ class Ground:
             await consume(gate, inbox, **how)
             return len(messages)
 
-        return Variant(name, step, floors, prepare=fill, whole=True)
+        return self._variant(name, step, floors, fill, about)
 
-    def by_hand(self, name: str, loop: Callable[[Take], Step], fill: Fill, *floors: str) -> Variant:
-        return Variant(name, loop(self.floors[name]), floors, prepare=fill, whole=True)
+    def by_hand(self, name: str, loop: Callable[[Take], Step], fill: Fill, *floors: str, about: int) -> Variant:
+        return self._variant(name, loop(self.floors[name]), floors, fill, about)
+
+    def _variant(self, name: str, step: Step, floors: tuple[str, ...], fill: Fill, about: int) -> Variant:
+        """`about` is for one at a time; several are not so many times as fast, as all share the processors."""
+        about *= 1 if self.concurrency == 1 else 2
+        return Variant(name, step, floors, prepare=fill, whole=True, about=about)
 
 
 BULK: dict[str, Any] = {"bulk": charge_all}

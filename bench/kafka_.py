@@ -2,7 +2,7 @@
 
 The loops by hand are aiokafka's: `getmany`, a transaction for each record, then the offset is committed, once for each
 poll of up to 500 records. With several partitions each has a task of its own, as with several consumers. onceward has
-`concurrency` runners, one partition each, and commits what is settled twenty times a second.
+`concurrency` runners, one partition each, and commits what is settled ten times a second.
 
 The first records of an assignment are marked before they run (`careful=`), each in a transaction of its own; that is
 measured by itself, and all others are measured without it.
@@ -149,10 +149,10 @@ class Variants:
         self.topics.append(Topic(self._broker, partitions=self._place.concurrency))
         return self.topics[-1]
 
-    async def by_hand(self, name: str, *floors: str) -> Variant:
+    async def by_hand(self, name: str, *floors: str, about: int) -> Variant:
         topic = self._topic()
         consumer = await self._stack.enter_async_context(consumer_of(topic, self._broker.bootstrap))
-        return self._place.by_hand(name, looping(consumer, topic), topic.fill, *floors)
+        return self._place.by_hand(name, looping(consumer, topic), topic.fill, *floors, about=about)
 
     async def ours(
         self, name: str, *floors: str, client: Any = aio.KafkaSource, careful: int = 0, **options: Any
@@ -188,15 +188,15 @@ async def _stage(place: Ground, made: Variants) -> Stage:
         effects=place.effects,
         server_cpu=place.server_cpu,
         variants=(
-            await made.by_hand(NO_INBOX),
-            await made.by_hand(RIDING, NO_INBOX),
-            await made.by_hand(BY_HAND, NO_INBOX),
-            await made.ours("onceward, inline", *FLOORS, RIDING, batch=1),
-            await made.ours("confluent, inline", *FLOORS, client=confluent.KafkaSource, batch=1),
-            await made.ours(many, *FLOORS),
-            await made.ours("confluent, many", *FLOORS, client=confluent.KafkaSource),
-            await made.ours("onceward, bulk", *FLOORS, **BULK),
-            await made.ours("onceward, accept", *FLOORS, accept=True),
-            await made.ours("onceward, many, careful", *FLOORS, many, careful=ALWAYS),
+            await made.by_hand(NO_INBOX, about=600),
+            await made.by_hand(RIDING, NO_INBOX, about=600),
+            await made.by_hand(BY_HAND, NO_INBOX, about=400),
+            await made.ours("onceward, inline", *FLOORS, RIDING, about=400, batch=1),
+            await made.ours("confluent, inline", *FLOORS, client=confluent.KafkaSource, about=400, batch=1),
+            await made.ours(many, *FLOORS, about=4000),
+            await made.ours("confluent, many", *FLOORS, client=confluent.KafkaSource, about=4000),
+            await made.ours("onceward, bulk", *FLOORS, about=8000, **BULK),
+            await made.ours("onceward, accept", *FLOORS, about=6000, accept=True),
+            await made.ours("onceward, many, careful", *FLOORS, many, about=200, careful=ALWAYS),
         ),
     )

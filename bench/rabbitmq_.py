@@ -138,10 +138,10 @@ class Variants:
         self.queues.append(queue)
         return queue
 
-    async def by_hand(self, name: str, *floors: str) -> Variant:
+    async def by_hand(self, name: str, *floors: str, about: int) -> Variant:
         queue = await self._queue()
         incoming = await self._stack.enter_async_context(consumer_of(queue, self._url, self._prefetch))
-        return self._place.by_hand(name, looping(incoming, self._place.concurrency), queue.fill, *floors)
+        return self._place.by_hand(name, looping(incoming, self._place.concurrency), queue.fill, *floors, about=about)
 
     async def ours(self, name: str, *floors: str, prefetch: int | None = None, **options: Any) -> Variant:
         queue = await self._queue()
@@ -181,13 +181,13 @@ async def _stage(place: Ground, made: Variants) -> Stage:
         effects=place.effects,
         server_cpu=place.server_cpu,
         variants=(
-            await made.by_hand(NO_INBOX),
-            await made.by_hand(RIDING, NO_INBOX),
-            await made.by_hand(BY_HAND, NO_INBOX),
-            await made.ours("onceward, inline", *FLOORS, RIDING, batch=1),
-            await made.ours("onceward, many", *FLOORS),
-            await made.ours(f"onceward, prefetch={DEFAULT}", *FLOORS, "onceward, many", prefetch=DEFAULT),
-            await made.ours("onceward, bulk", *FLOORS, **BULK),
-            await made.ours("onceward, accept", *FLOORS, accept=True),
+            await made.by_hand(NO_INBOX, about=600),
+            await made.by_hand(RIDING, NO_INBOX, about=600),
+            await made.by_hand(BY_HAND, NO_INBOX, about=400),
+            await made.ours("onceward, inline", *FLOORS, RIDING, about=400, batch=1),
+            await made.ours("onceward, many", *FLOORS, about=2500),
+            await made.ours(f"onceward, prefetch={DEFAULT}", *FLOORS, "onceward, many", about=2500, prefetch=DEFAULT),
+            await made.ours("onceward, bulk", *FLOORS, about=4000, **BULK),
+            await made.ours("onceward, accept", *FLOORS, about=3000, accept=True),
         ),
     )

@@ -10,13 +10,16 @@ from bench import __main__ as bench
 from bench import (
     accept,
     batches,
+    brokers,
     dispatch,
     duplicates,
     embedded_queue,
     events,
     growth,
+    kafka_,
     latency,
     peers,
+    rabbitmq_,
     redis_,
     redis_admin,
     single,
@@ -29,9 +32,10 @@ from bench.queues import onceward_
 from bench.rounds import Figure, Plan, Slice, Stage, Variant, WorkNotDone, figure, in_turn, measure, only
 from bench.stored import yard
 from onceward import Inbox
+from onceward.brokers.memory import MemorySource
 from onceward.identity import digest
 from tests.conftest import missing
-from tests.services import valkey
+from tests.services import kafka, rabbitmq, valkey
 
 TINY = Plan(rounds=1, seconds=0.001, warm_up=0.001)
 
@@ -189,6 +193,53 @@ async def test_valkey_does_the_work_and_its_peer_is_judged(needs_valkey: None, t
     assert {"by hand x16", "onceward x16", "onceward, your client x1", "process_many x1", "GET x1"} <= set(figures)
     assert facts["onceward"] == ("0", "0", "0", "0", "0")
     assert {"powertools", "SET NX, value 1", "one", "three"} <= set(facts)
+
+
+OURS = {"onceward, inline", "onceward, many", "onceward, bulk", "onceward, accept"}
+
+
+def each(*names: str) -> set[str]:
+    return {f"{name} x{workers}" for name in (*OURS, "no inbox", "naive", *names) for workers in (1, 4)}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("kafka")
+async def test_from_kafka_to_postgresql_all_variants_do_the_work(
+    world: World, kafka_server: kafka.Broker, monkeypatch: pytest.MonkeyPatch
+):
+    if kafka_server.is_mock:
+        missing(f"only a mock of Kafka here; set {kafka.VARIABLE}")
+    monkeypatch.setenv(kafka.VARIABLE, kafka_server.bootstrap)
+    figures = await measured(kafka_.stages, world)
+    assert each("confluent, inline", "confluent, many", "onceward, many, careful") <= set(figures)
+    assert set(figures["onceward, bulk x4"].ratios) == {"no inbox", "naive"}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("rabbitmq")
+async def test_from_rabbitmq_to_postgresql_all_variants_do_the_work(
+    world: World, rabbitmq_server: rabbitmq.Broker, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(rabbitmq.VARIABLE, rabbitmq_server.url)
+    figures = await measured(rabbitmq_.stages, world)
+    assert each("onceward, prefetch=100") <= set(figures)
+
+
+@pytest.mark.xdist_group("kafka")
+async def test_a_topic_whose_offsets_nobody_committed_is_noticed(kafka_server: kafka.Broker):
+    topic = kafka_.Topic(kafka_server, 1)
+    topic.check()
+    await topic.fill(new_messages(2))
+    with pytest.raises(WorkNotDone, match="is committed"):
+        topic.check()
+
+
+async def test_a_gate_comes_to_its_end_after_as_many_as_were_asked_for():
+    gate = brokers.Gate(MemorySource(new_messages(5)))
+    gate.left = 3
+    assert [len(await gate.receive(2)) for _ in range(3)] == [2, 1, 0]
+    gate.left = 2
+    assert len(await gate.receive(10)) == 2
 
 
 async def test_sqlite_does_the_work_and_writes_its_figures_as_json(tmp_path: Path):

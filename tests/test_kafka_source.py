@@ -244,6 +244,19 @@ async def test_a_record_becomes_a_message_with_everything_that_came(lab: Lab) ->
     assert (one.partition, one.problem) == (f"{lab.topic}/0", None)
 
 
+async def test_a_cloudevent_in_one_piece_is_unpacked(lab: Lab) -> None:
+    lab.create()
+    event = {"specversion": "1.0", "id": "e-1", "source": "shop", "type": "order.paid", "data": {"a": 1}}
+    body = json.dumps(event).encode()
+    lab.produce_raw(body, key=b"k", headers=[("content-type", b"application/cloudevents+json; charset=UTF-8")])
+    async with lab.source() as source:
+        (one,) = await receive(source, 1)
+    message = one.message
+    assert (message.id, message.source, message.type, message.payload) == ("e-1", "shop", "order.paid", {"a": 1})
+    assert (message.topic, message.stream, message.body) == (lab.topic, f"kafka://{lab.topic}/k", body)
+    assert one.problem is None
+
+
 async def test_a_tombstone_is_a_message_without_payload_and_body(lab: Lab) -> None:
     lab.create()
     lab.produce_raw(None, key=b"k", headers=[("id", b"gone")])
@@ -673,6 +686,22 @@ async def test_leaving_while_the_broker_is_away_takes_bounded_time(
     async with asyncio.timeout(40):
         await source.__aexit__(None, None, None)
     assert lab.committed() is None
+
+
+@pytest.mark.parametrize(("first", "second"), [DRIVERS, DRIVERS[::-1]], ids=["aiokafka first", "confluent first"])
+async def test_who_cannot_join_says_so_and_disturbs_nobody(real: Broker, first: str, second: str) -> None:
+    """The clients divide partitions in ways of their own, and the broker lets only one of these into a group."""
+    lab, other = Lab(real, first), Lab(real, second)
+    lab.create()
+    lab.produce(0)
+    other.topic, other.group = lab.topic, lab.group
+    async with lab.source() as a:
+        (zero,) = await receive(a, 1)
+        async with other.source() as b:
+            await until(lambda: "nconsistent" in (b.trouble() or ""))
+            await settle([zero])
+            await lab.until_committed(1)
+            assert a.trouble() is None
 
 
 async def test_a_consumer_that_broke_down_is_made_anew(real: Broker) -> None:

@@ -16,7 +16,7 @@ from onceward.brokers.kafka_partitions import Partition, Partitions
 
 log = logging.getLogger("onceward.kafka")
 
-SOON = 0.05
+SOON = 0.1
 """Seconds from settling to the commit."""
 LONGEST_PAUSE = 5.0
 """Seconds before a commit that failed is tried again."""

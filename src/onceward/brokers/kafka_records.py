@@ -61,8 +61,15 @@ def raw_of(record: Fetched) -> Raw:
         body=record.value,
         headers=record.headers,
         key=record.key,
+        content_type=_content_type(record.headers),
         at=_time(record.timestamp),
     )
+
+
+def _content_type(headers: Sequence[tuple[str, Any]]) -> str | None:
+    """As the Kafka binding of CloudEvents has it."""
+    found = next((value for name, value in headers if name == "content-type"), None)
+    return found.decode("utf-8", "replace") if isinstance(found, bytes) else None
 
 
 def _time(milliseconds: int | None) -> datetime | None:

@@ -40,6 +40,12 @@ PROBE = 2.0
 PAUSE = 0.5
 """Seconds before polling again after an error."""
 
+_STAY = {
+    KafkaError.INCONSISTENT_GROUP_PROTOCOL, KafkaError.INVALID_SESSION_TIMEOUT,
+    KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED,
+}  # fmt: skip
+"""Errors of a broker that is there: they are over when partitions or records come."""
+
 
 class Source(Protocol):
     """What the thread needs of its source. The first three are called in the thread, the others in the loop."""
@@ -76,6 +82,7 @@ class Pump:
         self._paused: set[Place] = set()
         self._commits: SimpleQueue[list[TopicPartition]] = SimpleQueue()
         self._error_at = 0.0
+        self._stays = False
         self.error: str | None = None
         theirs = options.get("error_cb")
         self._consumer = Consumer({**options, "error_cb": self._on_error(theirs), "on_commit": self._on_commit})
@@ -254,16 +261,21 @@ class Pump:
         """It is said once, until all is well again: without a broker there are many of them."""
         if self.error is None:
             log.warning("trouble with Kafka, it is tried again: %s", error)
-        self.error, self._error_at = str(error), monotonic()
+        self.error, self._error_at, self._stays = str(error), monotonic(), _code(error) in _STAY
 
     def _look_for_broker(self) -> None:
         """librdkafka tells when a connection is lost, and not when it is back."""
-        if self.error is not None and monotonic() - self._error_at > PROBE:
+        if self.error is not None and not self._stays and monotonic() - self._error_at > PROBE:
             try:
                 self._consumer.list_topics(self._topics[0], timeout=PROBE / 2)
                 self.error = None
             except KafkaException as error:
                 self.error, self._error_at = str(error), monotonic()
+
+
+def _code(error: Exception) -> int | None:
+    said = error.args[0] if isinstance(error, KafkaException) else None
+    return said.code() if isinstance(said, KafkaError) else None
 
 
 def places_of(offsets: dict[Partition, int]) -> list[TopicPartition]:
